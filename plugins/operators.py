@@ -1,7 +1,7 @@
 """The plugin's operators: nodes of domain ``trt_kvcache`` that TensorRT's parser resolves to the plugin of that name.
 
-There is one operator for each set of inputs and outputs, because TensorRT's plugins have no optional ones. Operators
-have no attributes. This file needs neither ONNX nor TensorRT.
+There is one operator for each set of inputs and outputs, because a TensorRT plugin cannot have optional inputs or
+outputs. Operators have no attributes. This file needs neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations

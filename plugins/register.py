@@ -1,8 +1,8 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
 TensorRT embeds the kernel from `aot_impl` in the engine, so that trtexec, Triton or C++ can open the engine without
-Python. The bindings check the signatures of an operator's two functions, so each operator gets its own. This
-module follows the checks in the source code of the bindings (``tensorrt.plugin``, read in 10.15 and 11.4).
+Python. The bindings check the signatures of an operator's two functions, so this module makes two for each.
+This module follows the checks in the source code of the bindings (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
 
 from __future__ import annotations

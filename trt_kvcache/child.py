@@ -63,7 +63,7 @@ class Begun(NamedTuple):
 
 
 class _Failure(msgspec.Struct):
-    """An error from a child: a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" for a bug (message: a trace)."""
+    """An error from a child. `kind`: a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" for a bug's trace."""
 
     kind: str
     message: str
@@ -131,7 +131,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True if the child can take a request. False in a fork of the parent, which has no child."""
+        """True if this process (not a fork of it) started the child, and the child still runs."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
@@ -310,8 +310,8 @@ def serve(
     """Answer requests in a child process until stdin ends, within `Child`'s memory limit, without core dumps.
 
     `work` computes the answer from a request of type `requests`, the bytes that follow it, and the caller. `abandoned`
-    is called in another thread if the caller ended, unless the caller keeps the child's files. If the machine runs out
-    of memory, Linux ends this process first. Windows has no memory limit.
+    is called in another thread when the caller ends, unless it has called `Child.keep`. If the machine runs out of
+    memory, Linux kills this process before others. Windows has no memory limit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))
@@ -352,7 +352,7 @@ def is_broken(error: OSError) -> bool:
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """Within the ``with`` block, ignore the error that the process at the other end of a pipe has ended."""
+    """Within the ``with`` block, ignore the error of a write to a process that has ended."""
     try:
         yield
     except OSError as error:

@@ -5,7 +5,7 @@
     │   ├── InvalidModelError      not readable as ONNX, or breaks a rule of the ONNX operators
     │   ├── UnsupportedModelError  legal ONNX whose meaning the target cannot express
     │   └── AmbiguousRoleError     an input could play several roles, or a role fits several inputs
-    ├── OptionError                an option's value, alone or against the model
+    ├── OptionError                an option's value that is illegal, or illegal for this model
     ├── OutputError                a file that cannot be written
     ├── BackendError               TensorRT (or TensorRT for RTX) is missing, too old, or failed
     │   └── BuildError             parsing or building failed; carries TensorRT's own words

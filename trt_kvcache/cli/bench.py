@@ -56,7 +56,7 @@ def bench(
     device: DeviceOption = "auto",
     check: CheckOption = "first",
     max_batch: Annotated[
-        int | None, run_flag(min=1, metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
+        int | None, run_flag(min=1, metavar="N", help="Largest batch. Default: the engine's, else 8.")
     ] = None,
     threads: Annotated[
         int | None, run_flag(min=1, metavar="N", help="ONNX Runtime threads (default: one per core).")

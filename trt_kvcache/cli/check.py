@@ -26,7 +26,7 @@ def check(
 ) -> None:
     """Replay the engine's proof on the GPU: the rewritten model's results in float32, recorded at the build.
 
-    At the build, the model as exported gave the same logits in the first recorded steps.
+    The build checked that the exported model gives the same logits in the first steps of the proof.
     """
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.model_paths import engine_in

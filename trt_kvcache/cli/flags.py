@@ -1,4 +1,4 @@
-"""Makes the flags of commands from fields of dataclasses such as `PlanOptions`, which define flag and help once."""
+"""Makes flags of commands from fields of dataclasses such as `PlanOptions`, so that each flag is defined only once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...
 
     def values(self, *leave: str) -> dict[str, Any]:
-        """Map field names to values, without empty values and fields `leave`. Enums become texts, switches bools."""
+        """Map field names to values, without empty values and fields in `leave`. Enums become texts, switches bools."""
         return {
             name: value == "on" if name in self.switches else getattr(value, "value", value)
             for name, value in vars(self).items()
@@ -50,7 +50,7 @@ def flags_of(
         options: the dataclass of options, see `Setting`.
         names: names of the settings; empty: all settings that have a flag.
         leave: names of settings to leave out.
-        unset: flags whose default is None, so that a command can tell whether the user gave them; None: all flags.
+        unset: names of settings whose flags default to None, which shows that the user did not give them. None: all.
         group: title of these flags in the help of a command. None: the group of each setting.
     """
 

@@ -64,8 +64,8 @@ class GenerationFlags(Flags):
 
         Args:
             model: path of the model or engine, as typed.
-            tokenizer: gives the end token if no file names one; or None.
-            sampling: sampling settings if neither a flag nor a file has any; None: greedy decoding.
+            tokenizer: its end token is used if no file names one. None: look for a tokenizer beside the model.
+            sampling: sampling settings for a command without a config file and sampling flags; None: greedy decoding.
         """
         import secrets
         import warnings

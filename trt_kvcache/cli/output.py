@@ -54,7 +54,7 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table with a line under its header. `wrapped` folds long cells; no cell is cut."""
+    """Return an empty table with a line under its header. Long cells are folded, not cut."""
     from rich import box
     from rich.containers import Lines
     from rich.table import Table
@@ -151,7 +151,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Merge table rows that differ only in numbers; None if the first such number is the same in two rows."""
+    """Merge table rows that differ only in numbers; None if two rows agree in the first number that varies."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
@@ -167,7 +167,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text: ``0..3,8,10..11``; three or more at equal distances of at least 2: ``0..30 step 2``."""
+    """Return numbers as text: ``0..3,8,10..11``, or ``0..30 step 2`` for three or more with an equal step above 1."""
     ordered = sorted(set(numbers))
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
     if step > 1 and all(b - a == step for a, b in pairwise(ordered)):

@@ -1,4 +1,4 @@
-"""``trt-kvcache report``: writes a model without weights and private names, to reproduce why it is refused."""
+"""``trt-kvcache report``: writes a copy of a model, without weights and private names, that shows its refusal."""
 
 from __future__ import annotations
 

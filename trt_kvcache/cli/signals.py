@@ -48,7 +48,7 @@ def end_by_unwinding() -> None:
 
 
 def _watch(arrived: socket.socket) -> None:
-    """After each signal, end long calls into native code, because the main thread handles signals only after calls."""
+    """After each signal, end long native calls: Python handles signals in the main thread, and only between calls."""
     while arrived.recv(64):
         calls = calls_under_way()
         time.sleep(_PATIENCE)
@@ -107,7 +107,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again a little later. Signals until then are merged with it, so none interrupts the cleanup."""
+    """Send a signal again a little later, but only once: a second one would interrupt the cleanup after the first."""
     if number in _later:
         return
     _later.add(number)

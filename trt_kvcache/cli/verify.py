@@ -35,7 +35,7 @@ def verify(
         Path | None, file_flag(metavar="FILE", help="Compare MODEL with this file that 'rewrite' wrote.")
     ] = None,
     as_exported: Annotated[
-        bool, typer.Option("--as-exported", help="Show what TensorRT's parser makes of MODEL without a rewrite.")
+        bool, typer.Option("--as-exported", help="Compare MODEL, as exported, with the network that TensorRT parses.")
     ] = False,
     html: HtmlOption = None,
     json: JsonOption = False,

@@ -3,8 +3,8 @@
     python checkpoint.py CHECKPOINT DECODE.json LOGITS.npz
 
 This file runs in the interpreter of an exporter, so it needs torch and transformers, but nothing of this package. A
-decode is ``{"texts": [[token, ...], ...], "cuts": [[tokens of a step, ...], ...]}``; the texts are decoded one after
-the other.
+decode is ``{"texts": [[token, ...], ...], "cuts": [[number of tokens of a step, ...], ...]}``; the texts are decoded
+one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["decode", "save_logits"]
 
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the logits ``[tokens, vocabulary]`` of each text of token ids; `cuts` gives the tokens of each step."""
+    """Return the logits ``[tokens, vocabulary]`` of each text of token ids. `cuts`: sizes of each text's steps."""
     torch: Any = import_module("torch")
     logits = []
     with torch.no_grad():

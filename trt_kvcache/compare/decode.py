@@ -39,8 +39,8 @@ class Piece:
         span: how many cache rows the step reads, if the model has an input for it: "tight", "bucketed" or "full".
         kept: number of last positions whose logits are computed, if the model has an input for it; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
-        skip: tokens by which each text grows before this step; their cache rows are copies of earlier rows.
-        drawn: if True, fill all caches with random numbers before the step. Then a negative `skip` shortens texts.
+        skip: number of tokens that each text gets before this step without a decode; their cache rows are copies.
+        drawn: if True, fill all caches with random numbers before the step. Here a negative `skip` shortens texts.
     """
 
     length: int
@@ -185,11 +185,10 @@ def plan_pieces(
     """Return the pieces (steps) of a decode that tests a model where faults are likely.
 
     Texts begin one after the other. Then come a step of each size in `chunks`, `tokens` steps of one token, and steps
-    to each place. A place is a text length at which something changes, such as the end of a window; `places` adds
-    further places. Steps to a place have at most `chunk` tokens; around it, the text of middle length gets its tokens
-    one by one. With `full`, linear caches are filled up to their last row. With `far`, far places are tested, too
-    (`Piece.skip`). With `drawn`, the decode ends with random cache contents; with untrained weights, only these steps
-    show faults of attention.
+    that lead to each place: a text length at which something changes, such as the end of a window, or one of `places`.
+    They have at most `chunk` tokens; when the text of middle length is at the place, steps have one token. With `full`,
+    linear caches are filled up to their last row. `far`: also visit far places (`Piece.skip`). With `drawn`, the last
+    steps have random cache contents: if weights are untrained, only these steps show faults of attention.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear

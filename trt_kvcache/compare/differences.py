@@ -107,9 +107,9 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
 def first_layer(layers: Iterable[NodeProto | Node], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
     """Describe, for a message, the first layer that makes an output wrong; return "" if there is none.
 
-    From this layer to the output, all compared tensors differ. If later tensors agree again, a differing tensor is no
-    fault: two correct models may use one name for different contents, such as masks of different types. `differs` maps
-    each compared tensor to True if it differs.
+    From this layer to the output, all compared tensors differ. A tensor that differs is no fault if later tensors agree
+    again: two correct models may use one name for different contents, such as masks of different types. `differs` is
+    True for each compared tensor that differs.
     """
     leads = {name for name in outputs if differs.get(name) is not False}
     found = ""

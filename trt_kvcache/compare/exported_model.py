@@ -157,7 +157,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows circular caches have in the exported model, without caches whose number stays the same."""
+    """Return how many rows circular caches have in the exported model. Leave out numbers that the rewrite keeps."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)

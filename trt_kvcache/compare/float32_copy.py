@@ -38,7 +38,7 @@ class Float32Copies:
         self, model: ModelProto, source: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
         types: Collection[int] = NARROW,
     ) -> tuple[ModelProto, Path]:  # fmt: skip
-        """Return a copy of a model that computes in float32 (or the model itself if it does), and its data's folder.
+        """Return a model's float32 copy, and the folder of its data. Return `model` and `source` if nothing changes.
 
         `source` is the folder of the model's external data; `replaced` are bytes to use instead of those in the files.
         `types` become float32: for a rewritten model, give the types of the model as exported, because the rewrite uses

@@ -89,10 +89,9 @@ def compare_network(
 ) -> NetworkComparison:  # fmt: skip
     """Run a parsed network and its model on the same steps, and compare all outputs.
 
-    There is only a `note` if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if the model does not
-    fit into memory. `replaced` are the bytes that TensorRT got instead of those in the files. Without `pieces` and
-    `tokens`, a few random steps run. `copy` is the float32 copy of the model and the folder of its data, if they exist
-    already.
+    The result has only a `note` if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if memory is too
+    small. `replaced` are the bytes that TensorRT got instead of those in the files. Without `pieces` and `tokens`, a
+    few random steps run. `copy`: the float32 copy of the model and the folder of its data, if they exist already.
     """
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
     if why := too_large(model, plan, limits.batch):

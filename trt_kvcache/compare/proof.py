@@ -45,7 +45,7 @@ class Facts:
 
     Attributes:
         recorded_on: the runtime that ran the model.
-        dtype: the type whose rounding was measured: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
+        dtype: the type whose rounding was measured: ``"float32"`` (rounded to TF32), ``"float16"`` or ``"bfloat16"``.
         vocab: number of logits of a position.
         seed: seed of garbage, constants and embeddings.
         garbage: magnitude of values in cache rows without a token.
@@ -53,8 +53,8 @@ class Facts:
         pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
         chooses: True for a mixture of experts: rounding may choose another expert, so a row may differ.
         digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
-        allowed: allowed differences, by part and output. Outputs without one cannot show a fault and are not compared.
-        uneven: factor by which the allowed difference is larger for a single row of a part.
+        allowed: allowed differences, by part and output. Outputs that cannot show a fault are missing: not compared.
+        uneven: in each part, one row may differ by this many times the allowed difference.
         note: why an output cannot show a fault; empty if all outputs can.
     """
 

@@ -139,7 +139,7 @@ class Rewritten(TextCaches):
 
 
 def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """Fill rows of tokens `length` to ``start - 1`` of one text's cache with copies of earlier rows, in place."""
+    """In one text's cache, fill the rows of tokens `length` to ``start - 1`` with copies of earlier rows, in place."""
     rows = cache.physical_rows(values[None])[0]
     places = np.arange(max(start - len(rows), 0), start) % len(rows)
     rows[places] = rows[places % min(length, len(rows))]

@@ -1,13 +1,12 @@
 """Measures the effect of an engine's rounding on a model, and derives from it how much an engine may differ.
 
 An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds in another order than
-ONNX Runtime. To imitate this, each node's result y is scaled by a random number a of this node, rounded, and scaled
-back, so that a number changes even if the engine's type holds it exactly:
+ONNX Runtime. To imitate this, each node's result y is multiplied by a random number a (one for each node), rounded by
+r, and divided by a. So a number changes even if the engine's type can hold it exactly:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 
-This leaves 24 - s of the 24 bits of a float32 (Dekker 1971). TensorRT computes float32 products with TF32, which has 10
-bits, like float16.
+Of a float32's 24 bits, r keeps 24 - s (Dekker 1971). TensorRT computes float32 products in TF32 (10 bits, as float16).
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight (if quantized, its scales) that a tensor comes from, maybe moved or dequantized; or None."""
+    """Return the weight of which a tensor is a moved copy; of a dequantized weight, the scales. None: no weight."""
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
@@ -134,7 +133,7 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """Return how much (1 to 4 times) the effect of rounding varies between steps; trained models amplify some more."""
+    """Return by which factor (1 to 4) rounding affects some parts of the decode more than others."""
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
         typical = [outputs[name].typical for part, outputs in rounding.items() if name in outputs and part != DRAWN]
@@ -144,10 +143,9 @@ def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
-    """Return half of the typical effect of rounding on an output (root mean square over steps).
+    """Return half of the typical effect of rounding on an output (root mean square over the decode's parts).
 
-    One step says little, because a model amplifies rounding at some steps. The full effect would hide faults at the
-    others.
+    The full effect would hide faults in the parts in which a trained model amplifies rounding less.
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]

@@ -32,8 +32,8 @@ class TextInputs:
     """Makes the inputs of the rewritten model for steps, except caches, from the tokens of texts.
 
     `limits` are upper bounds of random token ids and positions. `given` are values of other inputs by name, with batch
-    size 1 or one row for each text. `table` has embeddings ``[V, H]`` if the model takes them. `rings`: the rewrite
-    made caches circular, so valid lengths count all tokens of a text, not only those in the cache.
+    size 1 or one row for each text. `table` has embeddings ``[V, H]`` if the model takes them. `rings`: True if
+    the rewrite made caches circular; then valid lengths count all tokens of a text, not only those in the cache.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """Return an output as ``[rows, S, N]``: S positions (1 if a text has one entry), N other numbers."""
+    """Return an output as ``[rows, S, N]``: N numbers at each of S positions. S is 1 if an output has no positions."""
     order = [name for name in ("batch", "sequence") if name in axes]
     if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
         values = np.moveaxis(values, [list(axes).index(name) for name in order], (0, 1))

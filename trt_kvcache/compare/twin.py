@@ -6,8 +6,8 @@
 This file runs in the interpreter of an exporter: it needs torch, transformers, and ``checkpoint.py`` beside it, but
 nothing else of this package. Sizes and heads shrink in proportion; how a setting shrinks depends on its name, not on
 the model family. Each kind of layer occurs twice. Windows have a few tokens. If the model computes differently from
-some position on, a short text passes it. Every parameter changes the logits, and is exact in float16, bfloat16 and
-int4, so one twin serves exports of all types.
+some position on, this position is made small, so that short texts pass it. Every parameter changes the logits, and is
+exact in float16, bfloat16 and int4, so one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter ignores.
@@ -265,7 +265,7 @@ def draw(model: Any) -> None:
 
 
 def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield the name of each setting, with the configuration without this setting or with another value."""
+    """For each setting, yield its name, and the configuration without this setting or with another value of it."""
     for name, value in config.items():
         if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
             continue

@@ -179,7 +179,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
 
 
 def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
-    """Build the engines into temporary files of `files`: the encoder's engine (if any), then the decoder's."""
+    """Build engines into temporary files, which `files` removes: first the encoder's (if any), then the decoder's."""
     engines, said, limits = [], prepared.said, prepared.limits
     if (job := prepared.encoder) is not None:
         entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
@@ -289,9 +289,9 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
-    """Return the build options for the decoder, with the encoder's longest output as its longest input.
+    """Return the build options for the decoder. It accepts the encoder's longest output if no option sets a length.
 
-    Raises `OptionError` if `--max-encoder` is smaller; then the first step after a long source would fail.
+    Raises `OptionError` if `--max-encoder` is smaller, because the first step after a long source would fail.
     """
     positions, allowed = encoder.positions, build.max_encoder
     if positions is not None and allowed is not None and positions > allowed:

@@ -46,7 +46,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The result of inspecting an engine: its manifest, which agrees with its hash, and what the engine reports.
+    """The result of inspecting an engine: its manifest (with the right hash), and what the engine reports.
 
     Attributes:
         view: what the opened engine reports, in agreement with `manifest`. None if the engine was not opened.

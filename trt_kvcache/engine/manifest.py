@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def no_proof(self) -> str:
-        """Why the engine has no proof (recorded decode), and how to record one; empty if it has, and for encoders."""
+        """Why the engine has no proof (recorded decode), and how to record one; empty if it has one or needs none."""
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]

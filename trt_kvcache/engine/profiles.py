@@ -1,11 +1,14 @@
 """Makes optimization profiles: the ranges of shapes that an engine accepts.
 
 Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
-one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: 377 MB instead of 227 MB
-for 202 MB of float16 weights. So even if the largest batch is one, the profile ``decode`` allows a batch of two, and
-``prefill`` allows logits of two positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights,
-``decode`` has a batch of exactly one, because this makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4;
-172 MB instead of 263 MB for 126 MB in int8.
+one. If a profile always multiplies a weight with one row, TensorRT for RTX 1.7.1 stores the weight twice. So even if
+the largest batch is one, ``decode`` allows a batch of two, and ``prefill`` allows logits of two positions. Quantized
+weights are the exception: with a batch of exactly one in ``decode``, engines are smaller. Sizes of engines:
+
+    float16, ``decode``     202 MB of weights     377 MB with a batch of one     227 MB with up to two
+    float16, ``prefill``    232 MB of weights     323 MB with one position       245 MB with up to two
+    int4, ``decode``         81 MB of weights      90 MB with a batch of one     109 MB with up to two
+    int8, ``decode``        126 MB of weights     172 MB with a batch of one     263 MB with up to two
 """
 
 from __future__ import annotations

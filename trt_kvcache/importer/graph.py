@@ -249,7 +249,7 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
 
 
 def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
-    """Export a graph with all shapes that ONNX infers. Also store these shapes in the graph, to avoid an import."""
+    """Export a graph with all shapes that ONNX infers. Store these shapes in `graph`, too."""
     model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
     tensors = graph.tensors()
     for value in (*model.graph.value_info, *model.graph.output):

@@ -247,7 +247,7 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """Add the requested LoRA adapters to a rewritten model, in place. Count weights in the plan."""
+    """Add the requested LoRA adapters to a rewritten model, in place. Return the plan, with the bytes of weights."""
     plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan

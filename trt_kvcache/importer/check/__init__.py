@@ -2,7 +2,7 @@
 
 The check finds every region (a part that the two models compute differently), cuts it out of both models, and runs both
 versions in ONNX Runtime on random queries, keys and values. A rewritten model passes only if every verdict is "equal".
-The steps have lengths close to every number in the graph, so the check misses an error at a single other length.
+The steps have lengths close to every number in the graph. An error that occurs only at one other length is missed.
 `verify --thorough` also tries every past up to 4,096 tokens.
 
     hashed_graph       digests, which show that tensors are equal by construction
@@ -165,7 +165,7 @@ _answering: list[Child] = []
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Start the child process of the check, or the running one. `to_ask`: no other caller ends it before its answer."""
+    """Return the check's child process; start it if none runs. `to_ask`: no other caller ends it before its answer."""
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)

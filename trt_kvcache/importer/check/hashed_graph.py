@@ -75,8 +75,8 @@ class Graph:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return two maps: digests of all tensors, and for tensors in `taken`, digests of how the graph computes them.
 
-        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models, so in the first
-        map, their names stand for them. `nodes` is the part of the graph to digest (None: all).
+        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models: digests of the
+        first map use their names, not their computation. `nodes` is the part of the graph to digest (None: all).
         """
         seen = dict(leaves)
         own: dict[str, str] = {}

@@ -7,9 +7,9 @@ Models that mix sequences are refused. To find them, two batches that share one 
 step depend on each other (as with a mean over the step), sessions must not split prompts. To find this, the same tokens
 run in one step and one by one.
 
-Regions with caches do not run, because the check compares them with the original row by row. Operators that compute
-each token separately do not run, either, but their inputs are compared: products with large weights, lookups in large
-tables, and mixtures of experts. Random numbers replace the results of both.
+Two kinds of nodes do not run; random numbers replace their results. The first are regions with caches, because the
+check compares these with the original row by row. The others compute each token separately: products with large
+weights, lookups in large tables, and mixtures of experts. The inputs of these are compared.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class _Outside:
     """The rewritten model without the changed parts that read caches (regions), as a model that can run.
 
     A step has `batch` sequences with `length` new tokens each. With `inner`, all tensors are outputs. With `whole`, the
-    model contains the regions too, for models with a fixed batch: there, all rows start at the same position, so a
-    comparison of regions cannot use sequences of different lengths.
+    model contains the regions, too. Models with a fixed batch need this: all their rows start at the same position, so
+    a comparison of regions cannot use sequences of different lengths.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Outside:
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def error(self, past: int) -> str:
-        """Return ONNX Runtime's error after `past` tokens, as beyond the end of a table of positions; empty if none."""
+        """Return ONNX Runtime's error in a step after `past` tokens, as after the end of a table; empty if none."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:

@@ -229,7 +229,7 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if the original's result changes when cache rows without a token contain garbage of magnitude `full`."""
+        """True if garbage in cache rows without a token changes the original's results; `full`: those with garbage."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))
@@ -303,7 +303,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of float32 inputs that are not written to caches, which would round them."""
+    """Return indices of float32 inputs that are not written to caches, because caches would round them."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -385,7 +385,7 @@ def rows_needed(integers: Iterable[int], longest: int) -> int:
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Return test steps: with lengths near every integer, at the end of caches and rings, and for unequal texts.
+    """Return test steps: with lengths near every integer, at the end of caches and rings, and with unequal rows.
 
     Of the `integers` from which the region computes lengths, the eight smallest are used. With `thorough`, also plan
     steps after every number of past tokens up to 4,096.

@@ -1,12 +1,12 @@
 """Shrinks regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias have 32 rows
-    QMoE, 32 experts of 5,760 x 2,880      ->    32 experts of 128 x 64, in rows of 32 bytes and 2 blocks
+    QMoE, 32 experts of 5,760 x 2,880      ->    32 experts of 128 x 64; each row has 32 bytes and 2 blocks
 
 An operator treats all rows of a weight in the same way. So a smaller size replaces a size everywhere: in shapes of
 weights and boundaries, attributes, and small integer constants. If sizes contradict each other, ONNX Runtime refuses
-the model, and the check tries other sizes. Constants in the graph itself, such as added zero points, keep their
-contents. If some of their rows differ from the first row, some of these rows are kept.
+the model, and the check tries other sizes. Constants in the graph itself, such as added zero points, lose rows,
+but get no random numbers. If some of their rows differ from the first row, some of these rows are kept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Choice:
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """Return the smaller shape of a constant. The only axis of a constant may combine rows and columns."""
+        """Return the smaller shape of a constant. Its only axis may be rows times columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:

@@ -148,7 +148,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Multiply an attention's output by the softmax share of keys (not sinks). Return Attention's outputs."""
+        """Multiply an attention's result by the keys' (not sinks') share of the softmax. Return Attention's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -282,7 +282,7 @@ def is_plain(layout: Layout) -> bool:
 def relaid(
     emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
 ) -> gs.Tensor:
-    """Reshape and transpose a tensor from one layout to another; `sizes` are the sizes n, g and d."""
+    """Bring a tensor from one layout to another. `sizes`: key heads n, query heads of each key head g, head size d."""
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
     both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
     before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
@@ -302,7 +302,7 @@ def _size(axis: Sequence[Dim]) -> Dim:
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """Emit a shape as int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or once "?" (-1)."""
+    """Emit a shape as int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or "?" (-1, once)."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))

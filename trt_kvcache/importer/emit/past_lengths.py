@@ -7,8 +7,8 @@ Some exporters compute positions from the length of a cache, and may add a const
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
 Whisper of onnxruntime-genai has the second form. M2M-100 has the third, because its positions do not count padding.
-torch's export of Marian looks up the rows once for all sequences. If another tensor still depends on P, the import
-fails and names it. Sample steps that differ only in P show this. This module also removes outputs that return an input
+torch's export of Marian looks up the rows once for all sequences. If another tensor differs between sample steps
+that differ only in P, the import fails and names this tensor. This module also removes outputs that return an input
 unchanged (caches of cross-attention), and replaces ``Shape`` of a removed input by sizes of the tokens.
 """
 
@@ -183,7 +183,7 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a tensor that depends on P if it gives positions; else refuse it. Return True to handle its readers."""
+    """Replace a tensor that depends on P if it gives positions; else refuse it. True: go on with its readers."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
             return False
@@ -217,7 +217,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor is equal after all sampled pasts. One is the longest, because floor(P / 16) rarely changes."""
+    """True if a tensor is equal after all sampled pasts, even the longest: floor(P / 16) is equal after short ones."""
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):

@@ -168,7 +168,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if an Attention sees only a window, and has lengths; without lengths, ONNX counts from row 0."""
+    """True if an Attention sees only a window, and has lengths; without lengths, ONNX counts queries from row 0."""
     if reads_columns(graph, node):
         return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None

@@ -90,7 +90,7 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before the search for caches: join slices assigned one by one, and drop `logits_to_keep`."""
+    """Edit a decoder before the search for caches: replace assignments to slices by a Concat, drop `logits_to_keep`."""
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:

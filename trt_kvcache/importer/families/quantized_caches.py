@@ -19,9 +19,9 @@ integer codes are limited to -M - 1 .. M.
 becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
-TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds an integer
-of 24 bits exactly: three codes of 8 bits, or six of 4 bits. The last number of a row is the scale. Multiplications by
-powers of two and Floor separate the codes exactly.
+TensorRT for RTX has no plugins, and its cache layer supports only floats. So each row of a cache has L float32 numbers.
+The last is the scale; each of the others holds an integer of 24 bits exactly: three codes of 8 bits, or six of 4 bits.
+Multiplications by powers of two and Floor separate the codes exactly.
 
 On TensorRT, the plugin writes codes into a cache of int8 (one or two codes) or float8. A separate cache [B, N, S_max,
 1] holds the scales. The builder allows no Slice of float8, so float8 codes become float32 before the Slice (measured on
@@ -108,7 +108,7 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """The integer whose packed codes (quantized numbers) are all 0, before the shift into the range of `dtype`."""
+        """The integer that packs codes (quantized numbers) of 0, before `_shift` moves it into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
@@ -394,7 +394,7 @@ class _Quantized:
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate an attention's queries if `codes` are its keys, its result if its values; False if neither."""
+        """Rotate an attention's queries if `codes` are its keys, its result if they are its values. False: neither."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False

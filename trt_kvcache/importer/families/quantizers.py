@@ -25,9 +25,9 @@ them. This module registers them with ONNX on import, so that ONNX infers shapes
 
 `for_cpu` replaces them, because no package runs them without a GPU, and ONNX Runtime 1.31.1 does not support float4:
 
-    float4 weights          numbers  -> twice the number, in int8, from a table of 16; scales -> half
+    float4 weights          numbers  -> twice the number, in int8, from a table of 16; scales -> half of each
     MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
-    activations             y        -> x, in the type of y
+    activations             y        -> x (not quantized), cast to the type of y
 
 Replaced weights are exact. Activations are not rounded in comparisons: their scales depend on each block's numbers, so
 a tiny difference could change many numbers by up to a quarter.

@@ -4,9 +4,9 @@
     the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
     no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
     shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which becomes an initializer
-    values that are stated twice    ONNX Runtime's float16 converter states outputs again, without shapes
-    names of its own casts          ONNX Runtime's optimizer saves casts, and uses the same names again when it
-                                    loads the model: "Duplicate definition of name" (1.32)
+    values that are stated twice    ONNX Runtime's float16 converter lists outputs again, as values without shapes
+    names of saved Casts            ONNX Runtime's optimizer saves the Casts that it adds. When it loads the model, it
+                                    adds Casts of the same names: "Duplicate definition of name" (1.32)
     two steps in one model          optimum merges the first step and all later steps
     slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
 

@@ -1,7 +1,7 @@
 """Checks that a graph follows those rules of ONNX that the importer needs, without reading weights.
 
-`drop_defaults` removes default values of inputs (initializers with the name of an input). Old exporters list all
-weights as inputs, too; these stay constants. But positions or a past must not become constants.
+`drop_defaults` removes default values of inputs (initializers with the name of an input), so that positions or a past
+do not become constants. Old exporters list all weights as inputs, too; weights stay constants.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     """Remove, in place, default values of inputs that the caller gives in each step; True if one was removed.
 
-    These are caches, write indices, lengths, and inputs with a symbolic dimension or whose name shows their role.
+    These are caches, write indices, lengths, inputs with a symbolic dimension, and inputs whose name shows a role.
     `named` are name patterns of the caller, in addition to the shipped ones.
     """
     patterns = (*named, *shipped_patterns())

@@ -1,7 +1,7 @@
 """Reads external data through links, which some libraries refuse. `load_source` has already checked the links.
 
 ONNX Runtime (1.31.1) reads data files of a model in memory only from one folder, but links of the Hugging Face cache
-lead out of it. ONNX's loader (1.23) refuses such links, and hard links (by deduplication, DVC and ``cp -al``).
+lead out of it. ONNX's loader (1.23) refuses such links, and hard links, which deduplication, DVC and ``cp -al`` make.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _is_external(tensor: TensorProto, most: int) -> bool:
 
 
 def _limit(tensor: TensorProto) -> int:
-    """Return up to how many bytes of external data to load for a tensor; -1: load nothing."""
+    """Return the size in bytes up to which a tensor's external data are loaded; -1: never."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 

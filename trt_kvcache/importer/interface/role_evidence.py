@@ -324,7 +324,7 @@ def _layout(
 
 
 def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) -> tuple[str, str, str]:
-    """Return the axes of positions of rank 3: ``[K, B, S]`` or ``[B, K, S]``, where `batches` mean the batch."""
+    """Return the axes of positions of rank 3: ``[K, B, S]`` or ``[B, K, S]``. `batches`: possible sizes of B."""
     fits = [axis for axis in (0, 1) if shape[axis] in batches and shape[axis] != "?"]
     fits = fits or [axis for axis in (0, 1) if isinstance(shape[1 - axis], int)]
     if len(fits) > 1:

@@ -334,7 +334,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Simplify each CastLike, and each Shape of one axis, of the bodies in place, if types and shapes are known."""
+    """Simplify, in place, CastLike nodes of known types, and Shape nodes of a body that read one axis of known size."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -348,7 +348,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Shape of one axis read the first input with an axis of this symbolic size, so that layers can share it."""
+    """Let a Shape of one symbolic size read the first model input with this size, so that layers can share it."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

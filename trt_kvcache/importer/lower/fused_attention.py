@@ -3,7 +3,7 @@
     com.microsoft::GroupQueryAttention(qkv, -, -, past_k, past_v, seqlens_k, total, cos, sin; do_rotary=1)
         q, k, v   = Split(qkv), heads split [B, N, S, D]
         q, k      = RMSNormalization(q), RMSNormalization(k)            with q_norm_weight, k_norm_weight
-        q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same of k
+        q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same for k
         y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
 
     com.microsoft::GroupQueryAttention(q, k [B, 0, N*D], v [B, 0, N*D], other_k, other_v, seqlens_k)
@@ -28,12 +28,12 @@ Measured on ONNX Runtime 1.31.1 (CPU), for GroupQueryAttention:
 - New rows go to the row ``seqlens_k + 1 - S``, which is also the first position.
 - With a local window of W, a query sees its own key and W - 1 keys before it.
 - The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect.
-- With position_ids, the first step counts up from its first id. Later steps use all their ids.
+- With position_ids, the first step uses only its first id, and counts up from it. Later steps use all their ids.
 - The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page.
 - With keys and values of length 0 (1.32.0; mobius-onnx), it writes nothing: its past already holds the new rows.
 - Without inputs for key and value, the query is packed.
 
-MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks are added to scores.
+MultiHeadAttention: `unidirectional` counts queries after the past, as ONNX's is_causal; masks are added to scores.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return ONNX text for attention with sinks (extra logits). With `ring`, past and present have one length."""
+    """Return ONNX text for attention with sinks (extra logits). With `ring`, past and present are equally long."""
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)
     causal, window = bool(attributes["is_causal"]), int(attributes.get("left_window_size", -1))

@@ -8,7 +8,7 @@
         the same without Transpose; onnxruntime-genai exports this for TensorRT for RTX with ``is_symmetric=false``
 
     GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)
-        words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each (four of 8), by integer division
+        words = Gather(int32 [V, H / 8], ids)      integer division separates 8 numbers of 4 bits (or 4 of 8) in each
         y = (numbers - zero_points) * Gather(scales, ids)
 
 TensorRT's parser accepts weights in blocks only if they are signed, with the zero point 0 (measured on TensorRT for RTX
@@ -18,8 +18,8 @@ small as the scales, corrects the result for other zero points. A table is gathe
 before a Gather would dequantize the whole table in every step.
 
 The numbers of weights are never read, only given another type and shape. `accuracy_level`, which lets ONNX Runtime
-round `a` to 8 bits, is ignored. The order of bits, the meaning of absent zero points and the padding of their rows are
-measured on ONNX Runtime 1.31.1.
+round `a` to 8 bits, is ignored. Measured on ONNX Runtime 1.31.1: the order of bits, the meaning of absent zero
+points, and the padding of rows of zero points.
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ T tokens choose k of E experts each: P = T * k pairs. They fill n = min(P, E + E
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks suffice. No expert has more than T pairs, so if b = T, each of the E experts needs at most one block. If b < T,
-an expert with c pairs needs Ceil(c / b) blocks, so all need at most P // b + E blocks, and P // b <= E // 2. P blocks
-always suffice. A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times, and
-compute at most three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1
-reserves memory for the largest shapes. Gathering weights for each pair would need P copies of an expert (102 GB in a
-layer of gpt-oss-20b, float16, 512 tokens); computing all experts for all tokens takes E / k times the products.
+n blocks suffice. If b = T, each of the E experts needs at most one block, as none has more than T pairs. If b < T, an
+expert with c pairs needs Ceil(c / b), so all need at most P // b + E, and P // b <= E // 2. P blocks suffice, too.
+
+A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times, and compute at most
+three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1 reserves memory for
+the largest shapes. Weights gathered for each pair would be P copies of an expert (102 GB in a layer of gpt-oss-20b,
+float16, 512 tokens). Computing all experts for all tokens would take E / k times the products.
 
 Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of
 1, then a Gather of the chosen experts, to which scales and zero points are applied. TensorRT for RTX 1.7.1 fuses this
@@ -33,7 +34,7 @@ into one kernel, which reads only the chosen experts. It refuses 8-bit weights w
 a scale of 1 avoids this. Values of weights are never read.
 
 Routing, activations, and the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
-shares as with normalize_routing_weights. Options that its CPU kernels lack or ignore (fc3, swiglu_fusion of 0 or 2, the
+shares as with normalize_routing_weights. Options that the CPU kernels lack or ignore (fc3, swiglu_fusion of 0 or 2, the
 sparse mixer) are refused, because no reference could show that the result is right.
 """
 

@@ -1,7 +1,7 @@
 """Finds the module of a checkpoint for each product: compares weights, or reads names that exporters keep.
 
 A weight ``[inputs, outputs]`` is one or several transposed tensors ``[outputs, inputs]`` of the checkpoint. The first
-numbers of a column find a candidate, of which then two corners are compared, so the checkpoint is not read completely.
+numbers of a column find a tensor; then only its first and last block are compared, to read little of the checkpoint.
 
     weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
     nodes      /model/layers.0/self_attn/q_proj/MatMul
