@@ -188,7 +188,7 @@ class _Verification:
         plan = self.imported.plan
         if not any(cache.carried for cache in plan.caches):
             why = f"is passed from step to step ({plan.caches[0].reason})" if plan.caches else "is updated"
-            raise OptionError(f"no cache of the model {why}: there is no decode to verify")
+            raise OptionError(f"no cache of the model {why}: there is no decode with caches to verify")
         reference = self._exported()
         if any(rounds(node) for scope in iter_scopes(self.imported.source.proto) for node in scope.node):
             self.notes.append(

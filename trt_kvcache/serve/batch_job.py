@@ -168,7 +168,7 @@ def run_batch(
             nonlocal errors
             for row in read_rows(file, defaults):
                 if (answer := journal.find(row)) is None:
-                    raise OptionError(f"{file} changed during the run; the same command computes the new rows")
+                    raise OptionError(f"{file} changed during the run; run it again to compute the new rows")
                 errors += answer[0] != 200
                 yield answer[1]
 

@@ -121,7 +121,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         if session.plan.prefill_in_one_step:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
-                "computed again in one step; use 'trt-kvcache serve'"
+                "computed again in one step, which changes its numbers; use 'trt-kvcache serve'"
             )
         plain = GenerationConfig()
         for setting in _COUNTED:
