@@ -184,7 +184,7 @@ def twins_table(results: dict[str, dict[str, Result]]) -> str:
             result = found.get(exporter, {"outcome": "?", "reason": ""})
             reason = _short(result["reason"], name) if result["outcome"] in ("wrong", "refused") else ""
             if "logits differ" in reason:
-                reason = "computes something else; no single setting accounts for it"
+                reason = "computes other logits; no single ignored setting explains them"
             number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
             cells.append(result["outcome"] if number is None else f"{result['outcome']} ({number})")
         taken = next((e for e in ORDER if found.get(e, {}).get("outcome") == "right"), "none")

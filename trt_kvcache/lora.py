@@ -130,7 +130,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
     if settings.get("init_lora_weights", True) not in _INITIAL:
         raise OptionError(
             f"{path}: init_lora_weights is {shown(settings['init_lora_weights'])}, which changes the model's own "
-            "weights; save the adapter converted to a plain one (path_initial_model_for_weight_conversion)"
+            "weights; convert it to a plain adapter when you save it (path_initial_model_for_weight_conversion)"
         )
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(name) or {}, dict):

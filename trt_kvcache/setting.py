@@ -32,12 +32,12 @@ class Setting:
         least: smallest number.
         most: largest number.
         unit: what a whole number counts, such as ``"tokens"``.
-        choices: legal texts. An enum's type gives its choices. A switch whose flag takes a value has ``("on", "off")``.
+        choices: legal texts; ``("on", "off")`` for a switch whose flag takes a value. An enum needs none.
         flag: flag without dashes, if it differs from the field's name; with a slash: the flags for True and False.
         short: letter of the flag's short name.
         group: title of the flags in the help of a command.
         is_path: True if the text is the path of a file or folder.
-        read: converts the text of the flag to a value; callers in Python may give that text, too.
+        read: function that converts the flag's text to a value. Callers in Python may give the text, too.
         flag_type: type of the flag, if it differs from the field's, such as ``list[int]`` for a repeatable flag.
         has_flag: True if commands have a flag for this setting.
     """
@@ -60,7 +60,7 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return (type, may be None, setting) of each field that has a setting; the type of several types is `object`."""
+    """Return (type, may be None, setting) of each field that has a setting. A union of types becomes `object`."""
     settings = {}
     for field in fields(options):
         if str(field.type).startswith("Annotated["):

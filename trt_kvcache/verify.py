@@ -87,8 +87,8 @@ def verify_model(
 
     - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
       the cache rows in use, a few more, or all. All cache rows without a token have garbage;
-    - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against the rewritten model, in
-      which standard operators round the cache rows in the same way;
+    - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against a rewritten model in which
+      standard operators round the cache rows in the same way;
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
     - ``network``: the network that TensorRT's parser made, in NumPy, against the rewritten model.
 
@@ -96,7 +96,7 @@ def verify_model(
 
     Args:
         model: path of an ONNX decoder with caches.
-        options: options of the plan. Without a capacity, growing caches get one so small that they become full.
+        options: options of the plan. Without a capacity, growing caches get a small one, which the texts fill.
         verify: options of the verification.
         rewritten: a file that `rewrite_model` wrote, compared with `model` instead of a new rewrite. The model is
             planned again, with the options that the file records.
@@ -151,7 +151,7 @@ def verify_import(
     """Verify a model that is already planned and rewritten; see `verify_model`.
 
     `quantized` is the same model with quantized caches. `folder` has the rewritten model's external data; None: the
-    original's folder has them. With `written`, the rewritten model is a file, so sessions and networks are left out.
+    original's folder has them. If `written`, the rewritten model is a file: `session` and `network` do not run.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -188,7 +188,7 @@ class _Verification:
         plan = self.imported.plan
         if not any(cache.carried for cache in plan.caches):
             why = f"is passed from step to step ({plan.caches[0].reason})" if plan.caches else "is updated"
-            raise OptionError(f"no cache of the model {why}: there is no decode to verify")
+            raise OptionError(f"no cache of the model {why}: there is no decode with caches to verify")
         reference = self._exported()
         if any(rounds(node) for scope in iter_scopes(self.imported.source.proto) for node in scope.node):
             self.notes.append(
@@ -473,8 +473,8 @@ def _finite(value: float) -> float | None:
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
     """Return one sequence's values from a tensor in two models; None if the two arrays cannot be compared.
 
-    `values` holds `batch` copies of the sequence. `others` holds several sequences; `place` is this one's index, and
-    their number.
+    `values` holds `batch` copies of the sequence. `others` holds several sequences; `place` is the index of this
+    sequence in `others`, and their number.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

@@ -137,13 +137,13 @@ EXPORTERS: dict[str, Callable[[str, Path, Path], Path]] = {
     "genai-trt-rtx-fp16": partial(genai, "fp16", "NvTensorRtRtx"),
 }
 
-_NO_WINDOW = "no layer has a window, so its caches would be those of torch-dynamic"
+_NO_WINDOW = "no layer has a window, so the export would equal that of torch-dynamic"
 _NO_SOFTCAP = "transformers has no sdpa attention with a softcap"
 _OTHER_STRIDES = (
     "torch 2.13 and 2.15 fail to decompose its graph: sdpa's output changes strides (Cannot view a tensor with ...)"
 )
 _HEADS = "torch 2.13 and 2.15 assume a wrong number of heads in cross-attention caches (q_num_heads = kv_num_heads)"
-_LAYERS = "mobius-onnx 0.1 has static caches for its common decoder layer only, and {} has its own"
+_LAYERS = "mobius-onnx 0.1 has static caches for its common decoder layer only, and {} has a layer of its own"
 _BUILDER = "the model builder of onnxruntime-genai 0.18 does not support it"
 _ROPE = "onnxruntime-genai 0.18 expects one rotary base, where transformers 5 gives one for each type of layer"
 

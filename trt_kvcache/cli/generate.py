@@ -80,7 +80,7 @@ class GenerationFlags(Flags):
         if "early_stopping" in settings:
             settings["early_stopping"] = {"true": True, "false": False}.get(settings["early_stopping"], "never")
         if self.ignore_eos and "eos_token_id" in settings:
-            raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
+            raise OptionError("--eos and --ignore-eos contradict each other; use one of them")
         if sampling and file is None and settings.keys().isdisjoint(_DRAWN):
             settings |= sampling
         settings = with_sampling(settings)

@@ -82,7 +82,7 @@ def record_proof(
     for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:
             raise UnsupportedModelError(
-                f"a proof is a decode of texts, but no {io} of the model has the role '{role.value}'"
+                f"a proof records a decode of texts, but no {io} of the model has the role '{role.value}'"
             )
     with TemporaryDirectory(prefix="trt-kvcache-proof-") as name, exact_experts():
         try:

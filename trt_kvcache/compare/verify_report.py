@@ -85,7 +85,7 @@ class VerifyOptions:
     thorough: Annotated[
         bool,
         Setting(
-            "First check the changed parts after pasts of every length up to 4,096.",
+            "First compare the rewritten parts with the original parts, for every number of past tokens up to 4,096.",
             "If this takes too long, allow more --check-seconds.",
         ),
     ] = False

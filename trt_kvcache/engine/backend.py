@@ -139,8 +139,8 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
         if build.refit == "any" and first <= release(backend.version) <= last:
             raise OptionError(
                 f"--refit any: {backend.title} may give wrong numbers, because it can drop the bias of a product "
-                "(TensorRT 11.0 to 11.3, a known issue of NVIDIA's); use --refit identical if the weights stay those "
-                "of the build, or TensorRT 11.4 or later, or leave it out"
+                "(TensorRT 11.0 to 11.3, a known issue of NVIDIA's); use TensorRT 11.4 or later, or --refit "
+                "identical if the weights stay those of the build, or leave --refit out"
             )
         return
     here = build.compute_capabilities == (CURRENT,)

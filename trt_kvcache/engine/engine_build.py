@@ -299,7 +299,7 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
         of = f"the longest source ({sizes})" if sizes else "every source"
         raise OptionError(
             f"--max-encoder is {allowed}, but the encoder makes {positions} positions from {of}; give --max-encoder "
-            f"{positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+            f"{positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave --max-encoder out"
         )
     own = without_shapes(build, plan, encoder.plan)
     shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()

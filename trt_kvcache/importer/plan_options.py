@@ -186,7 +186,7 @@ class PlanOptions:
         LogitPositions,
         Setting(
             "last: compute logits only for the last positions, as many as the caller requests. all: for the "
-            "positions as exported.",
+            "same positions as in the exported model.",
             "last adds an input, see `LogitsSpan`.",
         ),
     ] = LogitPositions.LAST
@@ -200,7 +200,7 @@ class PlanOptions:
     cache_ranges: Annotated[
         Mapping[str, float] | None,
         Setting(
-            "Maps each cache's input to the largest magnitude in its rows, which quantization rotates first; see "
+            "Maps each cache's input to the largest magnitude in its rows after quantization has rotated them; see "
             "`calibrate_caches`. Each cache then has one scale, and larger numbers are clipped. None: each row "
             "has its own scale.",
             has_flag=False,
@@ -235,8 +235,8 @@ class PlanOptions:
     checkpoint: Annotated[
         str | None,
         Setting(
-            "For adapters: the checkpoint of the model. Needed if names in the model do not show to which module a "
-            "product belongs.",
+            "For adapters: the checkpoint of the model. Needed if names in the model do not show which module a "
+            "MatMul or Gemm comes from.",
             "None: a checkpoint in the model's own folder, if there is one.",
             metavar="FOLDER",
             is_path=True,
@@ -253,7 +253,7 @@ class PlanOptions:
         ),
     ] = 120
     check_memory: Annotated[
-        int, Setting("Limit of address space for this check.", metavar="GIB", unit="GiB", least=1)
+        int, Setting("Limit of address space for the check.", metavar="GIB", unit="GiB", least=1)
     ] = 8
     recheck: Annotated[bool, Setting("Repeat checks that passed before.")] = False
 

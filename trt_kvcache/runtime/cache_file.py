@@ -264,7 +264,7 @@ def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dic
         if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
             raise CacheFileError(
                 f"{path}: slot {name} has {len(tokens)} tokens, the length {length} and {written} written rows"
-                f"{f' in caches of {min(rows)} rows' if rows else ''}, which is impossible; save the cache again"
+                f"{f' in caches of {min(rows)} rows' if rows else ''}, which is a contradiction; save the cache again"
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
         _read_inputs(file, slots[name], name, runner)

@@ -78,7 +78,7 @@ class CacheRows:
         """Return the state of a slot that may be changed. Raises `SlotError` if it is not in use or is generating."""
         entry = self.slot(slot)
         if entry.running:
-            raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
+            raise SlotError(f"slot {slot} is generating; wait until it ends, or remove it, before you change its cache")
         return entry
 
     # --- slots

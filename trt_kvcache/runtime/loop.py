@@ -327,7 +327,7 @@ class DecodeLoop:
         wanted = max(0, count - unwanted)
         if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
-                f"slot {name} has {slot.pending} tokens to write in one step, because they see each other in this "
+                f"slot {name} has {slot.pending} tokens to write in one step, because tokens see each other in this "
                 f"model, but a step returns the logits of at most {self._max_logits} positions; give a smaller keep"
             )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)

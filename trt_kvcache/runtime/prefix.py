@@ -64,7 +64,7 @@ class PrefixCache:
         if count < 1:
             raise OptionError(
                 f"prefix_cache is {size} bytes, but a block of {BLOCK} tokens takes {self._size}; give at least "
-                "that, or better enough for several prompts, or leave it out"
+                "that (better: enough for several prompts), or leave prefix_cache out"
             )
         if size > free:
             raise SessionError(

@@ -348,8 +348,8 @@ class StepInputs:
         if self._plan.prefill_in_one_step and isinstance(cache.update_length, int) and cache.update_length > 1:
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and tokens of one step see "
-                "each other, so padding tokens would change the others: export the model with a "
-                "dynamic number of tokens, or with a causal mask"
+                "each other, so padding tokens of a shorter step would change its other tokens: export the model "
+                "with a dynamic number of tokens, or with a causal mask"
             )
         if cache.write_indices is None:
             raise UnsupportedModelError(

@@ -31,7 +31,7 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Gives a token's text and bytes in an answer's log-probabilities. Joined, these texts are the answer's text."""
+    """Gives a token's text and bytes in an answer's log-probabilities. All texts, joined, give the answer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -244,7 +244,7 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities of the best tokens and the chosen one, by text; of equal texts, the highest counts."""
+    """Map the texts of the best tokens and of the chosen one to log-probabilities; equal texts get the highest one."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 

@@ -1,4 +1,4 @@
-"""Reads requests of OpenAI's API, with some fields of vLLM's, as settings of a generation; refuses unknown fields."""
+"""Converts requests of OpenAI's API (and some fields of vLLM's) to generation settings; refuses unknown fields."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """Return True if the chat template does not support tools; False if it does, even if its calls cannot be read."""
+    """Return True if the chat template does not support tools; False also if its form of tool calls is unknown."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -417,7 +417,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message; None if a part is not text. `fields`: the field with the text, by type of part."""
+    """Return the text of a message; None if a part is not text. `fields` maps a part's type to its field with text."""
     if isinstance(content, str):
         return content
     texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
@@ -477,7 +477,7 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """Return a request's settings: from its fields, else the model's recommended sampling, else from the session."""
+    """Return a request's settings. The model's recommended sampling, then the session, give those that it lacks."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked

@@ -135,7 +135,7 @@ def run_batch(
         file: path of the requests, see `read_rows`.
         output: path of the answers, see `write_lines`; it must not exist.
         defaults: values of fields that a request does not have.
-        compute: gets the rows to compute and a function, which it calls with the model's digest and each answer.
+        compute: answers rows. Its second argument is a function to call with the model's digest and each answer.
         progress: called with the numbers of answered rows and of all rows.
 
     Raises:
@@ -168,7 +168,7 @@ def run_batch(
             nonlocal errors
             for row in read_rows(file, defaults):
                 if (answer := journal.find(row)) is None:
-                    raise OptionError(f"{file} changed during the run; the same command computes the new rows")
+                    raise OptionError(f"{file} changed during the run; run it again to compute the new rows")
                 errors += answer[0] != 200
                 yield answer[1]
 

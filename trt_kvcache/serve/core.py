@@ -112,7 +112,7 @@ class ServingCore:
 
     @property
     def cache_usage(self) -> float:
-        """Share of the caches that holds tokens, 0 to 1. If caches never fill up: the share of batch rows in use."""
+        """Share of the caches that holds tokens, 0 to 1. If caches have no capacity: the share of batch rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
             lengths = [run.tokens for run in self._runs.values() if not run.waits]
@@ -323,7 +323,7 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 class Metrics:
     """The counters and histograms of a serving core, for Prometheus. Times are in seconds.
 
-    Reading the metrics calls `running`, `waiting` and `usage` for these numbers. `first_token` collects times from the
+    `running`, `waiting` and `usage` are functions for the present numbers. `first_token` collects times from the
     arrival of a request to the first token of each of its sequences, `between_tokens` from one token of a sequence to
     the next.
     """

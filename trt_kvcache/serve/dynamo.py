@@ -1,7 +1,7 @@
 """Runs a worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
 
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
-requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, because only seed and
+requests to another worker, and appends the tokens so far to the prompt. Texts stay the same, because only seed and
 position decide how a token is drawn. Each adapter (LoRA) is registered as a model.
 """
 
@@ -114,14 +114,14 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """The interface between Dynamo's worker, which calls the methods, and a serving core.
 
     `texts` is the folder that `write_texts` wrote; `max_queue` is the most sequences that wait for a batch row. Raises
-    `OptionError` if the session's default settings count new tokens, or its results depend on how a prompt is split.
+    `OptionError` if a default setting of the session counts new tokens, or if results depend on how a prompt is split.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
         if session.plan.prefill_in_one_step:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
-                "computed again in one step; use 'trt-kvcache serve'"
+                "computed again in one step, which changes its numbers; use 'trt-kvcache serve'"
             )
         plain = GenerationConfig()
         for setting in _COUNTED:
@@ -209,7 +209,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End running requests, and wait until the frontend knows that they ended. It moves them to other workers."""
+        """End running requests, and wait until the frontend knows, which then moves them to other workers."""
         await asyncio.to_thread(self._core.close)
         until = time.monotonic() + _SLOW
         while self._tasks and time.monotonic() < until:

@@ -48,7 +48,7 @@ def write_repository(
 ) -> Path:
     """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all; return its path.
 
-    The model's folder and the folders of `adapters` are copied; requests choose an adapter by its name there.
+    The model's folder and the folders of `adapters` are copied; requests choose an adapter by its name in `adapters`.
     `parameters` are any of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
 
     Raises:

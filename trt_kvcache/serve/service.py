@@ -434,7 +434,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
-    Raises `ApiError` if the request has both or neither, or there is no tokenizer; also what the tokenizer raises.
+    Raises `ApiError` if the request has both or neither, or there is no tokenizer. Passes on errors of the tokenizer.
     """
     tokenizer = _tokenizer(session)
     if (request.prompt is None) == (request.messages is None):

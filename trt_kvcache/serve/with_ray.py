@@ -89,7 +89,7 @@ def answer_with_ray(
 
 
 def _absolute(value: Any) -> Any:
-    """Return absolute paths for a path, or for a mapping to paths, because workers run in other folders."""
+    """Make paths absolute, also inside a mapping, because workers run in other folders. Keep other values."""
     if isinstance(value, dict):
         return {key: _absolute(one) for key, one in value.items()}
     return value.resolve() if isinstance(value, Path) else value

@@ -169,8 +169,8 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
         return _Form(most, "int8", each, bits, scale_inside=False, ranges=ranges, route=route)
     if wanted is CacheDtype.FP8:
         raise OptionError(
-            "cache_dtype is fp8, but TensorRT for RTX has no 8-bit caches, and only int8 and int4 are packed into its "
-            "float32 caches: use int8, which has as many bits, or plan for TensorRT"
+            "cache_dtype is fp8, but TensorRT for RTX has no 8-bit caches. Quantized values are packed into float32 "
+            "caches, which works only for int8 and int4: use int8, which has as many bits, or plan for TensorRT"
         )
     each, bits = _EXACT // _BITS[wanted], _BITS[wanted]
     return _Form(most, "float", each, bits, scale_inside=ranges is None, ranges=ranges, route=Route.NATIVE)

@@ -130,7 +130,8 @@ class _Planner:
             raise UnsupportedModelError(
                 f"more than {_MOST_READERS} Attention nodes read the query '{query}', for example '{node.name}'. "
                 "TensorRT's builder crashes if attentions share a query. The rewrite scales the query of each "
-                f"differently, but only {_MOST_READERS} scales are exact: compute a separate query for each attention"
+                f"attention by another factor, but only {_MOST_READERS} factors are exact: compute a separate query "
+                "for each attention"
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:

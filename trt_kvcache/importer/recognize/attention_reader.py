@@ -320,7 +320,7 @@ class Reader:
         gives = "gives weight to" if shown[query, key] else "gives no weight to"
         raise RecognizeError(
             f"in a step after {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}, "
-            "which fits no supported mask"
+            "which no supported mask does"
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
@@ -368,7 +368,7 @@ class Reader:
         if self._sinks is not None or not seen[..., -1, :].all():
             raise RecognizeError(
                 f"'{self._region.result}' has a bias that depends on the distance, and also sinks or a window; "
-                "the importer supports only one of them"
+                "the importer supports such a bias only without sinks and without a window"
             )
         far = by_distance.shape[1] - 1
         slopes = -by_distance[:, far] / far

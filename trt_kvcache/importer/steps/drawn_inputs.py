@@ -78,8 +78,8 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     if too_short:
         raise OptionError(
             f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, but the model always updates "
-            f"{max(fixed_lengths)} tokens, so every update would cross the end of the ring; plan with --fallback "
-            "functional"
+            f"{max(fixed_lengths)} tokens, so every update would cross the end of this circular cache; plan with "
+            "--fallback functional"
         )
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]

@@ -202,7 +202,7 @@ class OriginalInterface:
             values = [outputs[name] for _, _, outputs in runs]
             if len({np.delete(v.shape, axes.index("batch")).tobytes() for v in values if "batch" in axes}) > 1:
                 raise UnsupportedModelError(
-                    f"the original's output '{name}' has the length of each sequence's text (here "
+                    f"the original's output '{name}' depends in shape on the length of each sequence (here "
                     f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), but the rewritten model has one "
                     "length for all sequences. Outputs must not show how many tokens a cache holds: export without "
                     "this output"

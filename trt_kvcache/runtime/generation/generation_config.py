@@ -248,8 +248,8 @@ class GenerationConfig:
     output_logprobs: Annotated[
         bool,
         Setting(
-            "Log-probability of each token, in JSON.",
-            "Each event has the log-probability of its token.",
+            "Give the log-probability of each token, in JSON.",
+            "In Python, each event has the one of its token.",
             flag="logprobs",
         ),
     ] = False

@@ -219,7 +219,7 @@ class TensorRTRunner:
             self._caches.unpack_rows(row, start, stop, data)
 
     def read_output(self, name: str) -> Array:
-        """Return a copy of an output other than logits and caches, from the last step that ran without a CUDA graph."""
+        """Return a copy of an extra output (no logits, no cache) of the last step that ran without a CUDA graph."""
         with self.running():
             return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
