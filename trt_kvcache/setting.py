@@ -60,7 +60,7 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return (type, may be None, setting) of each field that has a setting. A union of types becomes `object`."""
+    """Return (type, True if None is allowed, setting) of each field with a setting. A union becomes type `object`."""
     settings = {}
     for field in fields(options):
         if str(field.type).startswith("Annotated["):

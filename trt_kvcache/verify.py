@@ -473,8 +473,8 @@ def _finite(value: float) -> float | None:
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
     """Return one sequence's values from a tensor in two models; None if the two arrays cannot be compared.
 
-    `values` holds `batch` copies of the sequence. `others` holds several sequences; `place` is the index of this
-    sequence in `others`, and their number.
+    `values` holds `batch` copies of the sequence. `others` holds several sequences; `place` is (index of this
+    sequence in `others`, number of sequences in `others`).
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

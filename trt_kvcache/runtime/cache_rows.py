@@ -30,7 +30,7 @@ class CacheRows:
     Args:
         runner: owns the buffers.
         max_sequences: most slots; those that do not generate may lose their batch rows to others. None: one slot per
-            batch row; slots that the caller offloaded do not count.
+            batch row, not counting slots that the caller offloaded.
         prefix_cache: bytes of the prefix cache (`PrefixCache` lists its errors); None: no prefix cache.
 
     Attributes:
@@ -55,7 +55,7 @@ class CacheRows:
 
     @property
     def free(self) -> int:
-        """Number of slots that can still be taken."""
+        """Number of further slots that `take` can return now."""
         if self.max_sequences is not None:
             return self.max_sequences - len(self.slots)
         waiting = sum(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -93,7 +93,7 @@ class CacheRows:
     ) -> int:
         """Return a new slot with a zeroed batch row. Raises `SlotError` if no slot is `free`.
 
-        With `queue`, the slot gets its batch row later if sequences run in all rows and `max_sequences` is None.
+        With `queue`, if `max_sequences` is None and sequences run in all rows, the slot gets its batch row later.
         """
         row = self._first_free()
         ahead = queue and any(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -196,7 +196,7 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that a step may write to a slot with the same results as one token at a time."""
+        """Return the most tokens that one step may write to a slot; results are those of one token per step."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
@@ -216,7 +216,7 @@ class CacheRows:
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
     def check(self, slot: Slot, what: str) -> None:
-        """Raise `CapacityError` if a sequence is too long for caches, positions or a single step. `what` names it."""
+        """Raise `CapacityError` if a sequence is too long for caches, positions or one step. Errors name it `what`."""
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
@@ -263,7 +263,7 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Copy the cache rows of an empty slot's first tokens from the prefix cache, if it has them.
+        """Fill an empty slot with the cache rows of its first tokens, as far as the prefix cache has them.
 
         The last `keep` tokens (at least one) are not copied: the model must compute them for their logits.
         """
@@ -280,7 +280,7 @@ class CacheRows:
         self.slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
-        """Copy the cache rows of a slot to the prefix cache, if one more block of tokens is complete."""
+        """Copy a slot's cache rows to the prefix cache, if they fill at least one more block than the last time."""
         entry = self.slots[slot]
         if self.prefixes is None or entry.row < 0:
             return
@@ -318,7 +318,7 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Copy a slot's cache contents to host memory; None if there are none. `SessionError` if too little is free."""
+        """Copy a slot's cache contents to host memory; None if it has none. `SessionError` if memory is short."""
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:

@@ -32,7 +32,7 @@ def calibrate_caches(
         options: how the model is planned; the dtype of the caches is ignored.
 
     Returns:
-        `PlanOptions.cache_ranges`: ranges by the name of a cache's input.
+        The value for `PlanOptions.cache_ranges`: the range of each cache, by the name of the cache's input.
 
     Raises:
         OptionError: there are no prompts; or a cache holds NaN or infinity, or only zeros.

@@ -150,7 +150,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     """Run the recorded steps of an engine's proof on the GPU, and compare the results with the recorded ones.
 
     If all agree, record in a file that the engine passed. `options` are those of `TensorRTRunner`; sizes such as
-    `max_batch` are ignored. With `again`, run the steps even if such a file exists.
+    `max_batch` are ignored. Without `again`, the steps do not run if a file shows that the engine passed before.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.

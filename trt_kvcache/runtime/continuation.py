@@ -66,7 +66,7 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """How many of the highest scores `advance` needs; 0 if it needs the scores of all tokens."""
+        """Number of scores, from the highest down, that `advance` needs; 0: the scores of all tokens."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
@@ -96,8 +96,8 @@ class Continuation:
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
         """Return the tokens that the grammar allows next and after each of D guesses, as int32 ``[D + 1, words]``.
 
-        Bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set after a guess that the grammar forbids, or
-        where the grammar raises an error; `advance` raises it there.
+        Bit ``t % 32`` of word ``t // 32`` allows token t. Masks after a forbidden guess are 0. So are masks for which
+        the grammar raises an error; `advance` raises that error later.
         """
         count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
@@ -116,18 +116,18 @@ class Continuation:
         return self._event(None, self._rest(), None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens to guess after the last token in the next update, at most `most`; 0: do not guess."""
+        """Return how many tokens (at most `most`) to guess for the next update; 0: do not guess."""
         count = self.config.prompt_lookup_num_tokens or self.assisted
         # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
-        """Guess up to `most` next tokens, int64: those after an earlier copy of the last tokens (prompt lookup)."""
+        """Guess up to `most` next tokens, int64: what followed the last tokens earlier in the text (prompt lookup)."""
         count = self.guesses(most)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """Return a copy that the draft model continues by at most `count` tokens, with the same tokens and settings."""
+        """Return a copy, with the same tokens and settings, for the draft model to continue by up to `count` tokens."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -139,9 +139,9 @@ class Continuation:
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
         """Choose tokens, and yield their events up to the first token that differs from its guess in `draft` ``[D]``.
 
-        If all guesses are right, one more token follows. `logits` are ``[D + 1, V]`` of the update ``[last token,
-        *draft]``. After N events, the first N tokens of the update stay in the caches; the caller removes the others.
-        The tokens are the same as in single steps.
+        If all guesses are right, one more token follows. `logits` ``[D + 1, V]`` are the model's results for the
+        update ``[last token, *draft]``. After N events, the first N tokens of the update stay in the caches; the caller
+        removes the others. The tokens are the same as in single steps.
         """
         if len(draft):
             self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))
@@ -181,8 +181,8 @@ class Continuation:
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
     """Propose up to `count` tokens that may follow `tokens` (int64 ``[T]``, prompt and generated tokens).
 
-    Find the longest suffix (at most `max_ngram` tokens) that also occurs earlier. Propose what follows its latest
-    occurrence with at least `count` tokens after it, or else its first occurrence.
+    Find the longest suffix (at most `max_ngram` tokens) that also occurs earlier. Propose the tokens after its
+    latest occurrence that has `count` tokens after it; if none has, those after its first occurrence.
     """
     for size in range(min(max_ngram, tokens.size - 1), 0, -1):
         # Without the last token, so that the suffix does not find itself.

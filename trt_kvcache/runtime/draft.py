@@ -97,7 +97,7 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Copy a sequence's tokens to the draft model's slot for it, and let the draft model continue that slot."""
+        """Copy a sequence's tokens to its slot in the draft model's cache, and let the draft model continue there."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]

@@ -215,7 +215,7 @@ def scaled_by(checkpoint: Path) -> str | None:
     """Return the setting in a checkpoint's ``config.json`` that scales embeddings; None if there is none.
 
     In transformers 5.23, Gemma, MiniCPM3 and BART scale embeddings when they look tokens up, while Granite scales them
-    later. So the setting does not tell whether an exported decoder takes scaled embeddings.
+    later. So the setting alone does not tell whether an exported decoder takes scaled embeddings.
     """
     try:
         config = read_object(checkpoint.parent / "config.json")

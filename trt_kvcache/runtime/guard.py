@@ -14,7 +14,7 @@ class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block, so that no change is left half done. The lock is
-    entered separately, because its methods are C code: Ctrl-C could stop a Python method that holds it.
+    entered separately, because it is C code: Ctrl-C could stop a Python method just after it took the lock.
 
     Attributes:
         open: refuses calls after the session is closed.
@@ -74,7 +74,7 @@ class _Open:
 
 
 class _Idle:
-    """A context manager for changes of a session: delays signals; raises an error if it is closed or in a step.
+    """A context manager for changes of a session: delays signals; refuses a session that is closed or in a step.
 
     The thread that locks `stepping` also holds the session's lock. So a call that gets the session's lock while
     `stepping` is locked comes from within the step.

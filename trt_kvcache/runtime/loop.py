@@ -149,7 +149,7 @@ class DecodeLoop:
         return self._runs.pop(slot)
 
     def give_row(self) -> None:
-        """Give free batch rows to waiting sequences. The client that has waited longest for one comes first."""
+        """Give free batch rows to waiting sequences. The client that has waited longest for a row comes first."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
@@ -285,9 +285,9 @@ class DecodeLoop:
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
         """Yield the groups of tokens that the runner computes step by step: decoding sequences first, then prompts.
 
-        If the batch row of a prompt lies between decoding rows, their step also writes one token of the prompt: two
-        steps would cost more. The budget limits the other prompt tokens; the least recently written prompt comes first.
-        A prompt that the model must see in one step is never split.
+        If a prompt's batch row lies between decoding rows, their step also writes one token of the prompt: without
+        its row, they would need two steps. The budget limits the other prompt tokens; the least recently written
+        prompt comes first. A prompt that the model must see in one step is never split.
         """
         prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
         decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
@@ -443,7 +443,7 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens in `outcomes` to the slot: correct guesses, then the last token. Return the last token."""
+        """Append the tokens of the events in `outcomes` to the slot: correct guesses, then one more. Return that."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
@@ -492,7 +492,7 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
 
 
 def why_no_drafts(runner: Runner) -> str:
-    """Return why a model cannot verify guessed tokens, which takes several logits per step; empty if it can."""
+    """Return why a model cannot verify guesses (this needs logits of several positions per step); empty if it can."""
     if why := why_no_return(runner.plan, rings=False):
         return why
     if runner.max_logits == 1 and runner.plan.logits_span is None:

@@ -83,8 +83,8 @@ class Schedule:
         prefix_cache: bytes of host memory for cache rows of earlier texts. New texts with the same beginning reuse
             them, in blocks of 32 tokens; `KVCache.prefix_stats` counts them. None: no prefix cache.
         prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
-            wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If a model's tokens
-            see later tokens of their step, it writes every prompt in one step.
+            wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. Models whose tokens
+            see later tokens of their step ignore it: they write every prompt in one step.
 
     Raises:
         OptionError: `prefill_budget` is less than 1.

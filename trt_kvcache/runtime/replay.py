@@ -159,7 +159,7 @@ class Replay:
     """The result of running the recorded steps of an engine's proof again.
 
     Attributes:
-        steps: number of steps run. Without experts (MoE), the replay ends after the first `Piece.part` that disagrees.
+        steps: number of steps run. Unless the model has experts, the replay ends after the first part that disagrees.
         findings: each output that disagrees, once.
         outputs: the largest difference for each output.
     """
@@ -285,7 +285,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows, with or without a sequence, in which only the cache rows of new tokens may change."""
+        """Return the batch rows to check for unwanted changes: spare rows and, except for state, those of `texts`."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
@@ -326,8 +326,8 @@ class _Replay:
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Record a difference, and a finding if it is larger than allowed.
 
-        In each part of the decode (`Piece.part`), one batch row may exceed the usual limit, up to a larger limit. If
-        there is only one batch row, it may do so in one part.
+        In each part of the decode (`Piece.part`), one of several batch rows may exceed the usual limit, up to a larger
+        limit. A single batch row may do so in one part only.
         """
         facts = self._facts
         limit = facts.allowed[part].get(name)

@@ -263,7 +263,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return one value for each prompt, or None for each. Raises `PromptError` if `values` has another length."""
+    """Return `values`, or one None per prompt if it is None. Raises `PromptError` if there is not one per prompt."""
     if values is None:
         return [None] * len(prompts)
     several = [] if isinstance(values, Mapping) else as_list(values, name, f"{entry} for each prompt", PromptError)

@@ -39,7 +39,7 @@ class Score:
 def score(session: DecodeSession, text: str | Sequence[int], window: int | None = None) -> Score:
     """Score a text: how probable the model finds each token. A text longer than the caches is scored in windows.
 
-    Each window begins with the second half of the window before, whose tokens are not scored again. So each scored
+    Each window begins with the second half of the window before; that half is not scored again. So each scored
     token sees at least half a window of earlier tokens, except in the first window.
 
     Args:

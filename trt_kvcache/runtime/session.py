@@ -258,7 +258,7 @@ class DecodeSession:
             return self._runner.identity()
 
     def takes(self, token: int) -> bool:
-        """Return True if prompts may have this token id: it is in range and, if the model takes embeddings, has one."""
+        """Return True if prompts may have this token id: it is in range, with an embedding if the model needs one."""
         with self._guard.lock, self._guard.open:
             return self._reader.takes(token)
 

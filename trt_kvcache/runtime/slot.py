@@ -69,8 +69,8 @@ class Slot:
         embeds: the caller's embeddings of tokens that are not in the cache yet.
         offloaded: cache contents of a slot without a row; None if the slot is not offloaded or has no contents.
         used: time of the last use; the slot with the lowest value was used least recently.
-        by_ids: number of tokens at the beginning that the caller gave as ids only, with consecutive positions; None:
-            all tokens.
+        by_ids: number of first tokens that the caller gave without embeddings and positions of their own; None: all
+            tokens.
         remembered: number of first tokens that were copied to or from the prefix cache.
     """
 

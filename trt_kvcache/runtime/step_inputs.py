@@ -140,8 +140,8 @@ class StepInputs:
 
     Args:
         plan: plan of the rewritten model.
-        bucket: the number of cache rows that a step reads is rounded up to a multiple of `bucket`, but at most to the
-            capacity. So is the length of a dynamic mask.
+        bucket: the number of cache rows that a step reads, and the length of a dynamic mask, are rounded up to a
+            multiple of `bucket`, or to the capacity if that is less.
 
     Raises:
         UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
@@ -172,7 +172,7 @@ class StepInputs:
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of batch rows: `asked`, the model's, or None. Raises `OptionError` if the two differ."""
+        """Return the number of batch rows: the model's, or else `asked`. `OptionError` if both are given and differ."""
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
                 f"max_batch is {asked}, but this model computes {self.fixed_rows} sequences in every step: leave it "
@@ -210,7 +210,7 @@ class StepInputs:
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
-        """Return the inputs by name, C-contiguous, in the model's dtypes; no caches, state, constants and spans."""
+        """Return inputs by name, C-contiguous, in the model's dtypes: all but caches, state, constants and spans."""
         arrays = {t.name: np.empty(self._shape(t, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, arrays)
         return arrays

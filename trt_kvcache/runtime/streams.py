@@ -21,8 +21,8 @@ from trt_kvcache.runtime.requests import ReadPrompt
 class Reader:
     """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
 
-    Ctrl-C may interrupt any line of a generator, even the lines that free its slots. So a weak reference tells when the
-    generator has ended; a signal cannot interrupt that.
+    Ctrl-C may interrupt any line of a generator, even the lines that free its slots. So a weak reference shows
+    whether the generator is gone; signals cannot interrupt this.
 
     Attributes:
         slots: slots of the sequences that have not ended. A slot is added in the ``guard.idle`` block that takes it, so

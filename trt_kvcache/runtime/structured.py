@@ -93,7 +93,7 @@ class Grammars:
         return self._compile(self._matcher.grammar_from_regex(_text(pattern, what)), what)
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """Return a grammar that allows exactly one of these texts. Raises `OptionError` for no text or an empty one."""
+        """Return a grammar that allows exactly one of these texts. `OptionError` if there are none, or one is empty."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))

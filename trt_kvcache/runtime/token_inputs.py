@@ -75,7 +75,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy with more embeddings: `rows`, of tokens from `start` on. `start` comes after all of `at`."""
+        """Return a copy with more embeddings: `rows`, for tokens from `start` on. All of `at` must be below it."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)

@@ -397,7 +397,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """Return True if the chat template does not support tools; False also if its form of tool calls is unknown."""
+    """Return True if the chat template ignores tools; False if it supports them, even in an unknown form of calls."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -477,7 +477,7 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """Return a request's settings. The model's recommended sampling, then the session, give those that it lacks."""
+    """Return a request's settings. Missing ones come from the model's recommended sampling, or else the session."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked

@@ -114,7 +114,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """The interface between Dynamo's worker, which calls the methods, and a serving core.
 
     `texts` is the folder that `write_texts` wrote; `max_queue` is the most sequences that wait for a batch row. Raises
-    `OptionError` if a default setting of the session counts new tokens, or if results depend on how a prompt is split.
+    `OptionError` if a moved sequence would differ: a default setting counts new tokens, or tokens see later ones.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:

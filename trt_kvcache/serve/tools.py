@@ -68,7 +68,7 @@ def grammars_of(session: DecodeSession) -> Grammars:
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
     """Compile the grammar that a request asks for; None if it asks for plain text.
 
-    Raises `OptionError` if a grammar does not compile, the request sets none or several, or the session has none.
+    Raises `OptionError` if a grammar does not compile, `asked` sets none or several, or the session cannot have any.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:
@@ -153,7 +153,7 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     """Find how a chat template writes tool calls, by rendering examples; `GENERIC` if it does not support tools.
 
     `render` returns the prompt of messages and tools. Raises `OptionError` if the template does not write calls as a
-    name followed by arguments in JSON, or if calls contain `special_tokens`, which texts of answers lack.
+    name followed by arguments in JSON, or if calls contain `special_tokens`: texts of answers never do.
     """
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
     prompt = render([_USER], tools)

@@ -45,7 +45,7 @@ NO_CONSTANTS = Constants()
 class ConstantInputs:
     """Checks the values of a model's constants: inputs that stay the same in all steps of a sequence.
 
-    `home` is the GPU from whose memory a step can read arrays without a copy; None: only host memory.
+    `home` is the GPU on which the given arrays may lie; None: they must lie in host memory.
     """
 
     def __init__(self, plan: CachePlan, home: object = None) -> None:

@@ -67,7 +67,7 @@ class SourceReader:
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
         """Return the mask ``[1, length]`` of those positions in the encoder's output that the decoder sees.
 
-        Raises `PromptError` if the encoder's own mask hides positions, and is not as long as the output.
+        Raises `PromptError` if the encoder's own mask hides positions, but its length differs from that of the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
@@ -80,7 +80,7 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size of each symbolic axis. Two sizes are an error, because ONNX Runtime would broadcast a 1."""
+        """Return the size of each symbolic axis. Two sizes of one are an error: ONNX Runtime would broadcast a 1."""
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}
         for name, array in feed.items():

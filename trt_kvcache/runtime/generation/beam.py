@@ -1,7 +1,7 @@
 """Beam search over one prompt. Each live beam (an unfinished candidate text) has a batch row of the cache.
 
-The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), without its padding of
-live beams to `num_beams`: there may be fewer.
+The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), but live beams are not
+padded to `num_beams`: there may be fewer.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def hypothesis_events(
 ) -> Iterator[TokenEvent]:
     """Yield the events of a hypothesis, one for each token, as if the tokens had been generated one by one.
 
-    `prompt` has the tokens before the new text; a space at the start of the text depends on them.
+    `prompt` has the tokens before the new text; they decide whether the new text starts with a space.
     """
     text = None if tokenizer is None else TextStream(tokenizer, prompt)
     for at, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True), start=1):

@@ -355,9 +355,9 @@ class GenerationConfig:
         """Return a config with the end tokens, forced tokens and suppressed tokens from the files of a model.
 
         Settings of sampling are not taken from the files. In order of priority, the files are
-        ``generation_config.json`` (transformers), ``genai_config.json`` (onnxruntime-genai) and, only without the
-        first, ``config.json``. For an engine, files beside it come first, then the settings that the build copied to
-        its manifest.
+        ``generation_config.json`` (transformers), ``genai_config.json`` (onnxruntime-genai) and, only if the
+        first is missing, ``config.json``. For an engine, files beside it come first, then the settings that the build
+        copied to its manifest.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
@@ -427,7 +427,7 @@ _IDLE: dict[str, dict[str, object]] = {
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the settings that have no effect, grouped by the setting that they need, such as ``do_sample=True``."""
+    """Return the settings that have no effect, by the setting that would give them one, such as ``do_sample=True``."""
     active = {
         "do_sample=True": values.get("do_sample"),
         "output_logprobs=True": values.get("output_logprobs"),

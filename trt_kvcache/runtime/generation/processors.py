@@ -101,7 +101,7 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
 
 
 def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
-    """Return True if `tokens` end with all tokens of the run but the last, so that the next one can complete it."""
+    """Return True if the next token can complete the run: `tokens` end with all tokens of the run except its last."""
     before = tuple(run[:-1])
     return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
 
@@ -155,7 +155,7 @@ def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
 
 
 def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float) -> Scores:
-    """Add ``abs(score) * (factor ** late - 1)`` to the scores of the end tokens `ends`, if `late` is above 0."""
+    """Add ``abs(score) * (factor ** late - 1)`` to scores of end tokens, if `late` (tokens past a limit) is above 0."""
     ends = [token for token in ends if token < scores.size and scores[token] > -np.inf]
     if late <= 0 or not ends:
         return scores

@@ -278,8 +278,8 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 def highest(scores: npt.NDArray[np.floating[Any]], count: int) -> Ids:
     """Return the ascending indices of the `count` highest scores, and of all that tie with the lowest of these.
 
-    The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:
-    `count` scores, and perhaps few more, are at least as high. Finding it takes one pass over the vocabulary.
+    The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a lower
+    bound: at least `count` scores, but few more, reach it. Finding it takes one pass over the vocabulary.
     """
     places: Ids | None = None
     sets = scores.size // _ROUNDS

@@ -11,8 +11,8 @@ The results are the same except for the order of sums. The operator writes in pl
 and reads the rows in use without a copy; Slice would copy them. An update of several tokens must have a batch of 1,
 unless all sequences start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
 Q, K and V are passed as the projections return them, [B, S, N*H]; a RotaryEmbedding is rewritten for this form. The
-operator's own rotation is not used: if a step of several tokens starts at row 0, it uses only the first of the given
-positions (1.32.0). Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+operator's own rotation is not used: if a step of several tokens starts at row 0, that rotation uses only the first of
+the given positions (1.32.0). Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 tests/runtime/test_ort_fused.py checks that rows beyond a sequence's length are never read.
 """
 
@@ -271,7 +271,7 @@ def _fits(
 ) -> bool:
     """Return True if the rewritten model computes an expert node's result from the node's inputs alone.
 
-    Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Sizes may come from any tensor: the
+    Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Shape nodes may read any tensor: the
     rewritten model reads the sizes of a step from its token ids.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):

@@ -309,7 +309,7 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """Return the model and its plan, with the experts, MatMuls and attention that ONNX Runtime runs fastest.
+    """Return the model and its plan, with experts, MatMuls and attention in the forms that ONNX Runtime runs fastest.
 
     Attention is not replaced if steps have fixed sizes: padding tokens may lie beyond the end of the caches. ONNX
     Runtime's GroupQueryAttention can quantize caches with one scale itself, but has no kernel for float8 (1.32.0).
@@ -328,14 +328,14 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the caches that ONNX Runtime can write in place: the same operator reads past and writes present."""
+    """Return the caches that ONNX Runtime can write in place: only one operator reads past, and it writes present."""
     reads = Counter(name for node in model.graph.node for name in node.input)
     written = {names for node in model.graph.node for names in _writes(node)}
     return {b.past for b in carried if reads[b.past] == 1 and (b.past, b.present) in written}
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
-    """Return past and present names of caches that this operator writes in place, if the two are one buffer."""
+    """Return (past, present) names of caches that this operator writes in place if both are bound to one buffer."""
     if node.op_type == "TensorScatter":
         return [(node.input[0], node.output[0])]
     if node.op_type == OPERATOR:

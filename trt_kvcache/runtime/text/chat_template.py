@@ -51,7 +51,7 @@ class Part:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call for chat templates: usable as an object (for JSON) or as a text (to join strings)."""
+    """Arguments of a tool call for chat templates, which may use them as an object or join them to a text."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -245,7 +245,7 @@ def _traced(write: Write, messages: list[dict[str, Any]], name: str) -> str:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """Return the prompt up to the end of the last message's content; `OptionError` if it lacks that."""
+    """Return the prompt up to the end of the last message's content; `OptionError` if the prompt lacks this content."""
     marked = deepcopy(messages)
     content = marked[-1].get("content")
     if not isinstance(content, str):

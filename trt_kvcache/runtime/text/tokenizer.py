@@ -139,7 +139,7 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token, for grammars. Raises `OptionError` if joining them does not make the text."""
+        """Return the bytes of each token, for grammars. `OptionError` if joined tokens do not make the text."""
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
         special = [token for token, about in added.items() if about.special]
@@ -231,7 +231,7 @@ def read_token_bytes(
 ) -> TokenBytes:
     """Convert the token texts of a ``tokenizer.json`` to bytes.
 
-    `decoder` is the entry of the file. Raises `OptionError` if it does more than join the bytes of the tokens.
+    `decoder` is the entry of this name in the file. Raises `OptionError` if this decoder does more than join bytes.
     """
     parts = list(each_decoder(decoder))
     kinds = {str(part.get("type")) for part in parts}

@@ -111,10 +111,10 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the least score for each.
+        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the bound for each.
 
-        The vocabulary is divided into disjoint sets. The `highest`-th largest of the sets' maxima is a bound: at least
-        `highest` scores reach it, and few more.
+        The vocabulary is divided into disjoint sets. The bound is the `highest`-th largest of the sets' maxima: at
+        least `highest` scores reach it, and few more.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -220,7 +220,7 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return for how many positions per step the GPU can find the highest scores: enough for a decode step."""
+    """Return the most positions per step for which the GPU finds the highest scores: at least one per batch row."""
     return max(rows, _PROVED)
 
 

@@ -120,7 +120,7 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """Return a cache buffer without a copy; see `Runner.view`. Of two, return that with the newest batch row 0."""
+        """Return a cache buffer without a copy; see `Runner.view`. If there are two: that with the newest row 0."""
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         shape = (self._max_batch, *buffer.row_shape(buffer.capacity))

@@ -128,8 +128,8 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 class EngineFunction:
     """An engine without state that runs on a decoder's GPU and stream. Call it within `TensorRTRunner.running`.
 
-    It gets inputs from the host; outputs stay on the GPU. It does not refer to the runner, whose resources keep it
-    until they are freed. Raises the errors of `open_engine`; also `BackendError` for too little GPU memory.
+    It gets inputs from the host; outputs stay on the GPU. The runner's resources own this object until they are
+    freed; it has no reference to the runner. Raises the errors of `open_engine`; `BackendError` if GPU memory is short.
     """
 
     def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:

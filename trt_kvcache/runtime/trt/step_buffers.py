@@ -53,7 +53,7 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... A step uses only the beginning of these."""
+        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... A step uses only the first numbers."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -171,7 +171,7 @@ class StepShapes:
         return self._kinds[signature]
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """Return the largest shapes of all tensors except caches in any step, for `rows` rows of `chunk` tokens.
+        """Return the largest shape that each tensor, except caches, has in steps of `rows` rows, up to `chunk` tokens.
 
         There is one context for each profile. `max_logits` is the most positions per row with logits; None: all. Raises
         `UnsupportedModelError` if a size depends on the data, or state changes its shape.
