@@ -121,7 +121,7 @@ def fixed_length(plan: CachePlan) -> int | None:
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with names for axes that have the plan's fixed batch size or update length (except size 1)."""
+    """Return the tensor with names also for axes of the plan's fixed batch size or update length, unless this is 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

@@ -58,8 +58,8 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
     """Return a message with flags for arguments: ``max_batch is 0`` becomes ``--max-batch is 0``.
 
     Names count as arguments only before ``is``, ``are``, ``above`` or ``=``. Messages about a file, ``FILE.json: ...``,
-    are not changed. `flags` maps an argument to its flag ("" if there is none) and its negative flag (None if the flag
-    takes a value).
+    are not changed. `flags` maps an argument to its flag ("" if there is none) and to the flag that turns it off, such
+    as ``--no-x`` (None if the flag takes a value).
     """
     if re.match(r"\S*\.json: ", message) or not flags:
         return message

@@ -1,4 +1,4 @@
-"""Lets signals such as Ctrl-C end long calls into native code, but delays them while a session changes.
+"""Lets signals such as Ctrl-C end long calls into native code, but delays signals while a session's data change.
 
 Calls end before the interpreter does: if a daemon thread were still in native code, C++ would abort the process.
 """
@@ -42,7 +42,7 @@ class Endable:
 
 
 def calls_under_way() -> dict[Endable, int]:
-    """Return the calls into native code that are running now, each with its own number."""
+    """Return the calls into native code that run now, each with a number that no other call has."""
     return dict(_calls)
 
 

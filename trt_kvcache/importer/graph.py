@@ -261,7 +261,7 @@ def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
 
 
 def fold_identities(graph: gs.Graph) -> None:
-    """Remove Identity nodes, except those that return an input, a weight or another output as an output."""
+    """Remove Identity nodes, except those from an input, a weight or another output to an output of the graph."""
     identities = [node for node in graph.nodes if is_op(node, "Identity")]
     for node in identities:
         source, target = node.inputs[0], node.outputs[0]

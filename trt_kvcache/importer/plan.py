@@ -82,7 +82,7 @@ class OriginalTensor:
             present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. If the axis of rows
             has a fixed size, all three have that size. Then every step shifts the rows, so that the newest tokens are
             in the last rows.
-        on: the value of an input `OriginalRole.SWITCH` that chooses the branch with a past.
+        on: for an input of role `OriginalRole.SWITCH`, the value that chooses the branch with a past.
     """
 
     name: str
@@ -270,7 +270,7 @@ class CacheUpdate:
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache before and after the update. If in place, they are a graph input and output.
+        past, present: names of the cache before and after the update; if in place, a graph input and a graph output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
         write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
@@ -445,8 +445,8 @@ class CachePlan:
         logits_span: the input that chooses the number of positions with logits; None: the same as in the export.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
         adapters: inputs for LoRA adapters, and the MatMuls that they change; None: the model takes no adapters.
-        weights: bytes of weights that a step with one token reads; of a lookup table, only the rows for this token
-            count. 0: not known.
+        weights: bytes of weights that a step with one token reads (of lookup tables, only the rows for this token);
+            0: not known.
     """
 
     options: PlanOptions

@@ -121,7 +121,7 @@ def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """Return the value of a Constant node of any field `name`; None for other nodes, strings, sparse values."""
+    """Return a Constant node's value, whatever the value's `name` is; None for other nodes, strings, sparse values."""
     if not is_op(node, "Constant") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute

@@ -88,7 +88,7 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """Return the options from a rewritten model's metadata; limits and name patterns, from `options`."""
+    """Return the options in a rewritten model's metadata, but with the limits and name patterns of `options`."""
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(

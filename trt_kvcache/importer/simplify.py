@@ -253,7 +253,7 @@ def _is_small(dims: Iterable[int]) -> bool:
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     """Return integers that the model computes from known sizes, by name.
 
-    ONNX's shape inference knows them, but returns only shapes. So this adds a ConstantOfShape for each integer.
+    ONNX's shape inference knows them, but returns only shapes. So a ConstantOfShape shows each integer as a shape.
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}

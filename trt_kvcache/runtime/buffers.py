@@ -1,7 +1,7 @@
 """Describes the buffers that a session keeps from step to step: caches and state.
 
 A batch row of a cache has one cache row for each token. A batch row of state is one value for the whole sequence.
-Callers name parts of both by a range of tokens. A range includes the state if it includes the first token.
+Callers select parts of both by a range of tokens. State counts as part of the first token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def linear_capacity(plan: CachePlan) -> int | None:
 
 
 def filled_up(cache: CacheUpdate) -> int:
-    """Return how many padding tokens a fixed update length adds to one real token; 0 if the length is dynamic."""
+    """Return the padding tokens in a step with one real token, if the update length is fixed; else 0."""
     return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
@@ -116,7 +116,7 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
     """Return why a sequence of this model cannot drop its latest tokens and continue; empty if it can.
 
-    If `rings`, a circular cache is also a reason, because it loses the beginning of a long sequence.
+    With `rings`, a circular cache is also a reason, because it loses the beginning of a long sequence.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

@@ -265,7 +265,7 @@ class KVCache:
         """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
 
         Host memory is page-locked if the caches lie on a GPU. `load` can read the file, too. The file stays when the
-        slot is restored. Contents already offloaded move to `path` if given. After an error, nothing has changed.
+        slot is restored. Contents of an offloaded slot move to `path`, if given. After an error, nothing has changed.
 
         Raises:
             SlotError: the slot is not in use, or is generating.

@@ -25,7 +25,7 @@ _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least thi
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
-    """Replace the input ``logits_to_keep`` with the constant 0 (all positions), and drop Slices that then keep all."""
+    """Replace the input ``logits_to_keep`` with the constant 0 (all positions). Drop Slices that then cut nothing."""
     edited = copied(model)
     graph = edited.graph
     value = next(v for v in graph.input if v.name.endswith("logits_to_keep"))

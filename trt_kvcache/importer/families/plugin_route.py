@@ -142,7 +142,7 @@ def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProt
 
 
 def _check_types(graph: gs.Graph) -> None:
-    """Refuse caches of types that one ONNX function cannot handle together."""
+    """Refuse a model if one ONNX function of the plugin cannot handle all types of its caches."""
     types: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:

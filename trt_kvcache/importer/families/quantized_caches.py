@@ -108,7 +108,7 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """The integer that packs codes (quantized numbers) of 0, before `_shift` moves it into the range of `dtype`."""
+        """The packed integer of quantized numbers that are all 0, before `_shift` is subtracted to fit `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
@@ -332,7 +332,7 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Pack quantized numbers [..., H] into numbers [..., L]: the lowest bits hold the first L, and so on."""
+        """Pack quantized numbers [..., H] into [..., L]: the first L fill the lowest bits, the next L the next bits."""
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -394,7 +394,7 @@ class _Quantized:
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate an attention's queries if `codes` are its keys, its result if they are its values. False: neither."""
+        """Rotate an attention's queries if its keys are `codes`, its result if its values are. False for others."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
@@ -438,7 +438,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit cached numbers of a narrow type as float32. If each is one quantized number, apply a constant scale."""
+        """Emit cached numbers of a narrow type as float32. If they are not packed, apply the constant scale, if any."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:

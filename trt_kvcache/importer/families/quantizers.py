@@ -25,12 +25,12 @@ them. This module registers them with ONNX on import, so that ONNX infers shapes
 
 `for_cpu` replaces them, because no package runs them without a GPU, and ONNX Runtime 1.31.1 does not support float4:
 
-    float4 weights          numbers  -> twice the number, in int8, from a table of 16; scales -> half of each
+    float4 weights          a table of 16 entries maps each number to its double, in int8; scales are halved
     MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     activations             y        -> x (not quantized), cast to the type of y
 
 Replaced weights are exact. Activations are not rounded in comparisons: their scales depend on each block's numbers, so
-a tiny difference could change many numbers by up to a quarter.
+a tiny difference could change many numbers by up to 25 %.
 """
 
 from __future__ import annotations

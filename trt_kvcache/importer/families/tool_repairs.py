@@ -1,4 +1,4 @@
-"""Repairs models of tools that break rules of ONNX, or write models that ONNX Runtime cannot load later.
+"""Repairs models that some tools write: they break rules of ONNX, or ONNX Runtime cannot load them later.
 
     nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
     the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
@@ -10,7 +10,7 @@
     two steps in one model          optimum merges the first step and all later steps
     slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
 
-Merged exports: with a past of no tokens, the branch with a past (the one that reads inputs of rank 4, caches) also
+Merged exports: with a past of no tokens, the branch with a past (the one that reads caches: inputs of rank 4) also
 computes the first step. So the condition becomes a constant, and inputs and outputs that only the other branch needs
 disappear, such as keys and values of an encoder.
 
@@ -87,7 +87,7 @@ def _unalias(model: ModelProto) -> None:
 
 
 def _rename_casts(graph: GraphProto) -> None:
-    """Rename inner tensors whose names ONNX Runtime gives to its own Casts, in place."""
+    """Rename inner tensors, in place, if their names begin like those that ONNX Runtime gives to Casts that it adds."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
@@ -215,7 +215,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check finds a wrong Concat."""
+    """Replace a chain of ScatterND that fills a zero tensor by one Concat. The later check refuses a wrong Concat."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -149,7 +149,7 @@ def _copy(data: _Data, file: BinaryIO) -> None:
 
 
 def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a byte range that are not holes; the whole range if the system does not know."""
+    """Yield the parts of a byte range that are not holes; on Windows, the whole range."""
     if sys.platform == "win32":
         yield start, stop
     else:

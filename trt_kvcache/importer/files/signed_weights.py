@@ -4,7 +4,7 @@
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
 
 In two's complement, this flips one bit of each number. TensorRT for RTX 1.7.1 imports no uint4 weights, and no signed
-weights with a zero point other than 0. ONNX Runtime gets the unsigned form, whose data stay in the source's files.
+weights with a zero point other than 0. For ONNX Runtime, weights stay unsigned, and in the source's files.
 """
 
 from __future__ import annotations

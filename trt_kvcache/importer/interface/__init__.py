@@ -154,7 +154,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """Settle roles that only one tensor can have: take the tensor that the user named, or a shipped pattern names."""
+    """If several tensors fit a role of only one, take that which the user, or else a shipped pattern, names."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]

@@ -343,8 +343,8 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
     """Return positions ``[B, S]`` in the shape of a model's input, for proofs (recorded decodes) and verification.
 
-    With several planes per token, only the first has these positions; others have other numbers. So results also hold
-    for image tokens, whose positions differ by plane. An input with a batch of 1 gets the first row.
+    With several planes per token, only the first has these positions; the others get other numbers. So a comparison
+    also covers image tokens, whose positions differ by plane. An input with a batch of 1 gets the first row.
     """
     batch = axes.index("batch") if "batch" in axes else None
     values = rows if batch is not None and shape[batch] == len(rows) else rows[:1]

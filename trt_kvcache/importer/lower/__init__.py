@@ -348,7 +348,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Shape of one symbolic size read the first model input with this size, so that layers can share it."""
+    """If a Shape returns one symbolic size, let it read the first model input of this size: then layers share it."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

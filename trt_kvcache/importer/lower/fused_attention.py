@@ -7,7 +7,7 @@
         y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
 
     com.microsoft::GroupQueryAttention(q, k [B, 0, N*D], v [B, 0, N*D], other_k, other_v, seqlens_k)
-        of a layer that shares the cache of another layer: other_k and other_v are the presents of that layer
+        for a layer without a cache of its own: other_k and other_v are the presents of another layer
         own       = seqlens_k + 1 - S + i
         y         = Attention(q, other_k, other_v, j <= own and j > own - W)
 
@@ -28,7 +28,7 @@ Measured on ONNX Runtime 1.31.1 (CPU), for GroupQueryAttention:
 - New rows go to the row ``seqlens_k + 1 - S``, which is also the first position.
 - With a local window of W, a query sees its own key and W - 1 keys before it.
 - The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect.
-- With position_ids, the first step uses only its first id, and counts up from it. Later steps use all their ids.
+- With position_ids, the first step uses only the first id, and counts up from it. Later steps use every id.
 - The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page.
 - With keys and values of length 0 (1.32.0; mobius-onnx), it writes nothing: its past already holds the new rows.
 - Without inputs for key and value, the query is packed.
@@ -317,7 +317,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """Return the body (ONNX text) of an Attention with 3-D inputs, or with presents but no pasts; None: keep it."""
+    """Return the body (ONNX text) of an Attention with 3-D inputs, or presents without pasts; None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"

@@ -21,7 +21,7 @@ T tokens choose k of E experts each: P = T * k pairs. They fill n = min(P, E + E
     y       = sum over k of shares * Gather(result, places [T, k])
 
 n blocks suffice. If b = T, each of the E experts needs at most one block, as none has more than T pairs. If b < T, an
-expert with c pairs needs Ceil(c / b), so all need at most P // b + E, and P // b <= E // 2. P blocks suffice, too.
+expert with c pairs needs Ceil(c / b), so all need up to P // b + E, and P // b <= E // 2. If n = P, each pair has one.
 
 A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times, and compute at most
 three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1 reserves memory for

@@ -148,8 +148,8 @@ class _Planner:
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
         """Return the span input of an Attention, whose length says how many cache rows the node reads.
 
-        Return None if the options turn spans off, or if nothing bounds the rows to read: the valid lengths must hide
-        all later rows from every query. Nodes with equal capacity and lengths share one input.
+        Return None if the options turn spans off, or if no valid lengths hide all later rows from every query. Nodes
+        with equal capacity and lengths share one input.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -255,7 +255,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Return the tensor of which Q is a view or a slice of positions. A slice of heads ends the search."""
+    """Follow Q back through views and slices of positions, but not of heads, and return the first tensor."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):

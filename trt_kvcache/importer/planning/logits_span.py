@@ -122,7 +122,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Return an earlier tensor to slice: that before an operator (such as a norm) that works on each position alone."""
+    """If an operator that treats each position alone (such as a norm) made `start`, return its input, to slice this."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or {*map(id, start.outputs)} != {*map(id, readers)}:
         return None

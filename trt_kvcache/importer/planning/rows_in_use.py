@@ -1,9 +1,9 @@
-"""Cuts caches to the rows in use if a graph computes keys or values from caches before attention.
+"""If a graph computes keys or values from caches, shortens these caches to the rows in use first.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-The canonical form has this Slice if all operators from the cache to the attention work row by row. It has a Slice of
-the row numbers of a bias, too. At first, these Slices take all L rows; the rewrite makes them end at the span.
+The canonical form has this Slice if all operators from the cache to the attention work row by row. The row
+numbers of a bias have such a Slice, too. At first, the Slices take all L rows; the rewrite ends them at the span.
 """
 
 from __future__ import annotations

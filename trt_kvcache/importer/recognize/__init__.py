@@ -130,7 +130,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return guesses whose present contains rows of the past. If the run fails, return all."""
+    """Run the model once; return the guesses whose present contains rows of the past, or all if the run fails."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses

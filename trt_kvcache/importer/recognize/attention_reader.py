@@ -4,7 +4,7 @@
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
     which cache holds values          the result is linear in the values, not in the keys
     heads, layouts, softmax sinks     a step with one key, whose values are unique numbers
-    attention weights of keys         values that are 0, except for one number in one row
+    attention weights of keys         a step whose values are all 0, except for one number in one row
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
@@ -183,7 +183,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """Return the attention weight of each of these keys in each number of the result. The last axis is the keys."""
+        """For each number of the result, return the attention weight of each of these keys (the last axis)."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -324,7 +324,7 @@ class Reader:
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """Return the mask of an attention that reads the caller's own mask. `causal`: later keys are hidden, too."""
+        """Return the mask of an attention that reads the caller's mask. `causal` is False for keys after the query."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -337,7 +337,7 @@ class Reader:
         raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """Return True if query i sees only the first L - S + i + 1 rows of a full circular cache."""
+        """True if valid lengths hide rows even in a full circular cache: query i sees the first L - S + i + 1 rows."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -395,7 +395,7 @@ class Reader:
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
     def _window(self) -> int | None:
-        """Return how many keys a query sees after a long past (longer than any number in the model); None: all."""
+        """Return how many keys a query sees after a past longer than any number in the model; None: all keys."""
         capacity, kept, length = self._far.capacity, self._key.window_rows, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])

@@ -105,7 +105,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Write the number and size of heads into the shapes of the caches of Attention operators, as in their new rows."""
+    """In the shapes of Attention caches, set the number and size of heads to those of the new rows."""
     for node in graph.nodes:
         for past, present, update in _inner(node):
             start, end = past, present

@@ -70,7 +70,7 @@ class UnknownError(AdvisedError):
 
 
 class FartherError(Exception):
-    """Raised if the region of an attention is too small. It must also compute one of the tensors `args`."""
+    """Raised if the region of an attention is too small. A larger one must compute one of the tensors in `args`."""
 
 
 class ComputedError(RecognizeError):
@@ -96,8 +96,8 @@ class Cache:
         shifted: True if past and present always have `window_rows` rows, with the newest token in the last row.
         circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows; None until the nodes that write the cache have run. If this object stands
-            for keys or values that are computed from caches: None; `past` and `present` are the computed tensor.
+        update: the tensor of the new rows; None until the nodes that write the cache have run. It is also
+            None for keys or values computed from caches: then `past` and `present` are the computed tensor.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 

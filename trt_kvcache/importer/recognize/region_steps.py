@@ -161,7 +161,7 @@ def read_updates(
     """Run one step of a region, and return its caches with the new rows that the step wrote.
 
     `sample` is a step of several tokens after earlier ones; `beyond` is a step that starts two tokens beyond the end of
-    a fixed cache (None: do not test for circular caches). Raises `RecognizeError` if a cache has no supported update,
+    a fixed cache (None: do not test for circular caches). Raises `RecognizeError` if a cache's update is unsupported,
     and `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
     """
     feeds, first = runner.feeds(sample), 1

@@ -3,7 +3,7 @@
 The cuts depend on what each tensor is computed from, not on operators. This module uses these words for tensors:
 
     short     its shape depends only on the batch and the number of new tokens
-    text      depends on the tokens; depends on caches only through the results of earlier attentions
+    text      depends on the tokens, and on caches only through the results of earlier attentions
     long      depends on a cache, and is not short
     front     the result of an attention, or a part of the result: a short tensor that is computed from long ones.
               Between it and the next product with a weight, no tensor is long
@@ -108,7 +108,7 @@ class Cutter:
             yield from (cache.window_rows, cache.window_rows + step.length)
 
     def _split(self, tokens: str) -> None:
-        """Sort tensors by what they depend on: new tokens only, or cache rows; find the tensors on the border."""
+        """Sort tensors by what they depend on, new tokens only or cache rows, and find those where these kinds meet."""
         readers: dict[str, list[onnx.NodeProto]] = {}
         for node in self._graph.nodes:
             for name in self._reads(node):
@@ -196,11 +196,11 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of an attention by its result. The region computes `passed`, so it begins before them."""
+        """Return the region of an attention by its result. It computes the tensors `passed`, so begins before them."""
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache. The region computes `passed`, so it begins before them."""
+        """Return the region that writes a cache. It computes the tensors `passed`, so begins before them."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -263,7 +263,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return what `Region.key` has for an input: the values of a size, the index of an end, or else the name."""
+        """Return an input's part of `Region.key`: values if it is a size, its index if in `ends`, else its name."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
@@ -332,7 +332,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors at which a region may begin, except those in `taken`, which it computes."""
+    """The tensors at which a region may begin, except those in `taken`, which the region computes itself."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken

@@ -49,7 +49,7 @@ class Sample:
         return self.past + self.length
 
     def rows_in_cache(self, kept: int | None) -> int:
-        """Return the number of rows of a growing past cache that keeps at most `kept` rows (None: all rows)."""
+        """Return the rows in a growing cache before the step, if it keeps only its newest `kept` rows (None: all)."""
         return self.past if kept is None else min(self.past, kept)
 
 

@@ -62,8 +62,8 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. `queries` counts
-    the attentions so far that read each Q; `keys` counts all attentions that read each K.
+    they share (parts of) Q, each multiplies Q by its own power of four, and divides the scale by this power. `queries`
+    counts the attentions so far that read each Q; `keys` counts all attentions that read each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -401,7 +401,7 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """True if the mask has one row for several queries, because all of them see the same keys."""
+        """True if several queries see the same keys, so that the mask has one row for all of them."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()

@@ -1,6 +1,6 @@
 """Makes cache contents for steps, and converts them between the layouts of the original and the rewritten model.
 
-If the rewrite made a cache circular (a ring), the original's cache holds all tokens, the rewritten one the newest.
+If the rewrite made a cache circular (a ring), this holds only the newest tokens; the original's cache holds all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CacheTensor:
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """View an array in the layout of the rewritten model as ``[B, S_max, ...]``, with row contents as in `rows`."""
+        """View an array in the rewritten model's layout as ``[B, S_max, ...]``; each row is ordered as in `rows`."""
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))

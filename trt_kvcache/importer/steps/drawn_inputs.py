@@ -27,7 +27,7 @@ _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 @dataclass(frozen=True)
 class Step:
-    """One step: each sequence writes `length` tokens from cache row `starts` on; afterwards it has `valid` tokens."""
+    """One step. Each sequence writes `length` tokens, the first to its row in `starts`; then it has `valid` tokens."""
 
     length: int
     starts: tuple[int, ...]

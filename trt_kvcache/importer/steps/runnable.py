@@ -84,7 +84,7 @@ def with_norms_in_front(model: ModelProto) -> ModelProto:
     """Move the norms of queries and keys from GroupQueryAttention to nodes in front of this operator.
 
     Only the CUDA kernel of ONNX Runtime 1.31.1 supports norms inside. The new nodes normalize each head before its
-    rotation, as onnxruntime-genai writes it without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head
+    rotation, as onnxruntime-genai's exports without fusion do: SimplifiedLayerNormalization over ``[B, S, heads, head
     size]``. Measured with the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
     DirectML (not fused), give the same bits.
     """
@@ -132,7 +132,7 @@ def runnable(original: ModelProto) -> ModelProto:
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Return the plan with int8 for cache types that NumPy or ONNX Runtime lacks. Operators only move such rows."""
+    """Return the plan with int8 for cache types that NumPy or ONNX Runtime lacks. The model only moves such values."""
 
     def known(dtype: str) -> str:
         return dtype if dtype in (*PLAIN, "bfloat16") else "int8"
@@ -172,7 +172,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if an input of one of the models is float16 or bfloat16: its values come rounded, and no Cast shows this."""
+    """True if an input of one of the models is float16 or bfloat16: its values are already rounded, without a Cast."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 

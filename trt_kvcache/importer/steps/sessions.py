@@ -62,8 +62,8 @@ def open_session(
 
     If `model` is a rewritten one, pass the original's session as `beside`. If ONNX Runtime runs the original, it must
     also run `model`, because the reference evaluator would accept mixed types, negative sizes and too many indices. If
-    ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`. Raises `RunError` with ONNX Runtime's
-    message if no session can run the model.
+    ONNX Runtime cannot run the original, ONNX's shape inference must accept `model`. Raises `RunError` with ONNX
+    Runtime's message if no session can run the model.
     """
     session: UnfusedSession | None = None
     try:

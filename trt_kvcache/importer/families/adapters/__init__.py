@@ -52,7 +52,7 @@ class _Match:
 
     @property
     def modules(self) -> list[str]:
-        """Names of `parts`, and of the fused module, if known."""
+        """Names of all modules of this match: those of `parts`, and of the fused module if known."""
         return [*(part.module for part in self.parts), *filter(None, [self.whole])]
 
 
@@ -61,9 +61,9 @@ def add_adapters(
 ) -> CachePlan:
     """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
-    Names in `source`, the exported model, may show the modules. `weights` are those that have placeholders in the
-    model. Raises `UnsupportedModelError` if no MatMul belongs to a target module, or if it is unknown which rows of a
-    MatMul belong to which sequence, and `OptionError` if the checkpoint cannot be read.
+    `source` is the exported model, whose names may show the modules. `weights` holds the tensors that are placeholders
+    in `model`. Raises `UnsupportedModelError` if no MatMul belongs to a target module, or if it is unknown which rows
+    of a MatMul belong to which sequence, and `OptionError` if the checkpoint cannot be read.
     """
     options = plan.options
     assert options.lora_rank is not None
@@ -147,7 +147,7 @@ def _last(module: str) -> str:
 
 
 def _parts(one: _Match, graph: ProductGraph) -> _Match:
-    """Split the module of a match into several modules, if the exporter fused several under this module's name."""
+    """If the exporter fused several modules under one name, return the match with these modules as its parts."""
     module = one.parts[0].module
     names = FUSED.get(_last(module))
     sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
@@ -289,7 +289,7 @@ class Product:
 
     Attributes:
         node: the node.
-        rows: name of the other operand ``[B, S, inputs]``, or of its source if it merges the first two axes.
+        rows: name of the other operand ``[B, S, inputs]``, or of the tensor before a Reshape that merged B and S.
         root: name of the initializer that holds the weight.
         turned: True if the initializer is ``[outputs, inputs]``.
     """

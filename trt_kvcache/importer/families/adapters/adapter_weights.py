@@ -33,7 +33,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A weight of the checkpoint; `turned` if it is stored as ``[inputs, outputs]``, as in transformers' Conv1D."""
+    """A weight of the checkpoint. If `turned`, its file has it as ``[inputs, outputs]``, like transformers' Conv1D."""
 
     module: str
     file: StoredTensors
@@ -113,7 +113,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """True if the first and last blocks of a tensor equal those of a weight's columns from `at` on."""
+    """True if a tensor's first and last blocks equal the same blocks of the weight `data`, from column `at` on."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:

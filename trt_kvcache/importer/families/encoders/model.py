@@ -180,7 +180,7 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
 
 
 def _by_value(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors on whose values, not only shapes, the outputs depend."""
+    """Return the tensors whose values affect the outputs. Tensors of which only the shape matters are left out."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
@@ -189,7 +189,7 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Fold Shape nodes of constant shapes, in place. Otherwise the encoder would contain the whole decoder."""
+    """Fold Shape nodes of constant shapes, in place. Otherwise the encoder would keep the decoder for its shapes."""
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
     blueprint = Blueprint(model, weights)
