@@ -59,7 +59,7 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
-    """Return the kernels with which a session chooses tokens on the GPU; empty if the logits' type has none."""
+    """Return the kernels that choose tokens on the GPU for a session; empty if no kernel supports the logits' type."""
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
     return tuple(ChoiceKernels(name) for name in names if name in CHOICE_DTYPES)

@@ -134,7 +134,7 @@ def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Convert lists that the kernel `candidates` wrote to ascending tokens and their scores, both ``[n, longest]``.
+    """Return the tokens, ascending, and the scores in lists that the kernel `candidates` wrote, both ``[n, longest]``.
 
     `lists` is ``[n, 1 + CANDIDATES]``: a count of keys, then the keys. Shorter results end with token -1, score -inf.
     """

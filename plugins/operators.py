@@ -1,4 +1,4 @@
-"""The plugin's operators: nodes of domain ``trt_kvcache`` that TensorRT's parser resolves to the plugin of that name.
+"""The plugin's operators: ONNX nodes of domain ``trt_kvcache``. For each, TensorRT has a plugin of the same name.
 
 There is one operator for each set of inputs and outputs, because a TensorRT plugin cannot have optional inputs or
 outputs. Operators have no attributes. This file needs neither ONNX nor TensorRT.

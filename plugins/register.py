@@ -1,7 +1,7 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
 TensorRT embeds the kernel from `aot_impl` in the engine, so that trtexec, Triton or C++ can open the engine without
-Python. The bindings check the signatures of an operator's two functions, so this module makes two for each.
+Python. The bindings check the signatures of an operator's two functions, so this module makes both for each operator.
 This module follows the checks in the source code of the bindings (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
 

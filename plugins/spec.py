@@ -185,9 +185,9 @@ class LaunchParams:
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
     """Return the launch parameters of a kernel for tensors of these sizes, as expressions of the sizes.
 
-    The kernel is correct with any grid, and fast with this one. `copies`: outputs and caches are different buffers;
-    then the grid follows the size of the cache, otherwise that of the update. Raises `OptionError` for an unsupported
-    size.
+    The kernel is correct with any grid, and fast with this one. `copies`: True if outputs and caches are different
+    buffers. Then the grid follows the size of the cache, otherwise the size of the update. Raises `OptionError` for an
+    unsupported size.
     """
     if len(shapes.head_sizes) != config.caches:
         raise OptionError(

@@ -309,9 +309,9 @@ def serve(
 ) -> NoReturn:
     """Answer requests in a child process until stdin ends, within `Child`'s memory limit, without core dumps.
 
-    `work` computes the answer from a request of type `requests`, the bytes that follow it, and the caller. `abandoned`
-    is called in another thread when the caller ends, unless it has called `Child.keep`. If the machine runs out of
-    memory, Linux kills this process before others. Windows has no memory limit.
+    ``work(request, parts, caller)`` returns the answer. The request has type `requests`; `parts` are the bytes that
+    follow it. `abandoned` is called in another thread when the caller ends, unless it has called `Child.keep`. If the
+    machine runs out of memory, Linux kills this process before others. Windows has no memory limit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))

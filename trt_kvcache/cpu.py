@@ -67,7 +67,7 @@ def quiet_run() -> ort.RunOptions:
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
     """Open a session of ONNX Runtime, whose constant folding may never end; a signal interrupts the call.
 
-    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` if this exceeds `SECONDS`.
+    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` if opening takes over `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
@@ -75,7 +75,7 @@ def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.Infere
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
     """Return the outputs of a run in ONNX Runtime, which may never end; a signal interrupts the run.
 
-    Raises `RunError` if the step cannot run, `UnsupportedModelError` if it exceeds `SECONDS`, or `MemoryError`.
+    Raises `RunError` or `MemoryError` if the step cannot run, and `UnsupportedModelError` if it takes over `SECONDS`.
     """
     options = quiet_run()
     values: list[Any] = _in_time(

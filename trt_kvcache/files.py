@@ -46,7 +46,7 @@ class FileIdentity:
 
 
 def identify(path: Path, name: str | None = None, cancelled: threading.Event | None = None) -> FileIdentity:
-    """Read a file, and return its identity with `name` in place of the file's own name if `name` is given.
+    """Read a file, and return its identity. If `name` is given, it replaces the file's own name.
 
     BLAKE3 is used because SHA-256 of a multi-gigabyte engine would take a tenth of its build time. The file is not
     mapped, because mapped pages would count as this process's memory. Raises `OSError` if the file cannot be read, and
@@ -129,7 +129,7 @@ def export_suffix(model: Path) -> str:
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:
-    """Return the real path of an output file; raise `OutputError` if it is known that it cannot be written."""
+    """Return the real path of an output file; raise `OutputError` if the file certainly cannot be written."""
     path = as_path(path, "output", OutputError)
     if path.absolute().as_posix().startswith(_OPEN):  # stdout may be a regular file, which would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
@@ -153,9 +153,9 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 def temporary_file(final: Path) -> Iterator[Path]:
     """Create an empty temporary file beside `final`. The ``with`` block fills the file, and moves it to `final`.
 
-    A move in one step needs the same file system. A file that still exists after the block is removed. The file is
-    locked while this process lives, so that unlocked files of killed processes can be removed. On Windows an open file
-    cannot be moved: there files are not locked, and files of killed processes stay.
+    It is beside `final`, because a move in one step works only within one file system. A file that still exists after
+    the block is removed. The file is locked while this process lives, so that unlocked files of killed processes can be
+    removed. On Windows an open file cannot be moved: there files are not locked, and files of killed processes stay.
     """
     _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")

@@ -33,7 +33,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...
 
     def values(self, *leave: str) -> dict[str, Any]:
-        """Map field names to values, without empty values and fields in `leave`. Enums become texts, switches bools."""
+        """Map field names to values, without empty values and fields in `leave`. Enums become str, switches bool."""
         return {
             name: value == "on" if name in self.switches else getattr(value, "value", value)
             for name, value in vars(self).items()
@@ -50,7 +50,7 @@ def flags_of(
         options: the dataclass of options, see `Setting`.
         names: names of the settings; empty: all settings that have a flag.
         leave: names of settings to leave out.
-        unset: names of settings whose flags default to None, which shows that the user did not give them. None: all.
+        unset: names of settings whose flags are None unless the user gives them. None: all settings.
         group: title of these flags in the help of a command. None: the group of each setting.
     """
 

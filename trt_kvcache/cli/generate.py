@@ -65,7 +65,7 @@ class GenerationFlags(Flags):
         Args:
             model: path of the model or engine, as typed.
             tokenizer: its end token is used if no file names one. None: look for a tokenizer beside the model.
-            sampling: sampling settings for a command without a config file and sampling flags; None: greedy decoding.
+            sampling: settings to use if the user gives no config file and no sampling flags; None: greedy decoding.
         """
         import secrets
         import warnings

@@ -1,4 +1,4 @@
-"""Advice for users of other tools: their commands and flags, with the replacements here."""
+"""Advice for users of other tools: what replaces their commands and flags in this tool."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Merge table rows that differ only in numbers; None if two rows agree in the first number that varies."""
+    """Merge table rows that differ only in numbers; None if the first number that varies is equal in two rows."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first

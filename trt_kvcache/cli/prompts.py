@@ -104,7 +104,7 @@ class PromptFlags:
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
         """Return the tokenizer that the flag names, or else the model's own; None if there is no text to encode.
 
-        Raises `OptionError` if a text has no tokenizer, or the model does not exist.
+        Raises `OptionError` if there is no tokenizer for the text, or if the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None

@@ -1,4 +1,4 @@
-"""``trt-kvcache report``: writes a copy of a model, without weights and private names, that shows its refusal."""
+"""``trt-kvcache report``: writes a copy of a model without weights and private names, to show why it is refused."""
 
 from __future__ import annotations
 

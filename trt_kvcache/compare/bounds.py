@@ -12,7 +12,7 @@ class Bounds:
     Attributes:
         batch: largest number of sequences in a step.
         chunk: largest number of tokens of a sequence in a step.
-        logits: largest number of positions of a row for which a step returns logits; None: all.
+        logits: the most positions per row whose logits a step returns; None: all.
         positions: largest number of positions of a sequence; None: no limit.
         encoder: a length of the encoder's output that the engine accepts, for models that do not fix this length.
     """

@@ -40,7 +40,7 @@ class Piece:
         kept: number of last positions whose logits are computed, if the model has an input for it; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
         skip: number of tokens that each text gets before this step without a decode; their cache rows are copies.
-        drawn: if True, fill all caches with random numbers before the step. Here a negative `skip` shortens texts.
+        drawn: if True, fill all caches with random numbers before the step. Then a negative `skip` may shorten texts.
     """
 
     length: int
@@ -186,9 +186,9 @@ def plan_pieces(
 
     Texts begin one after the other. Then come a step of each size in `chunks`, `tokens` steps of one token, and steps
     that lead to each place: a text length at which something changes, such as the end of a window, or one of `places`.
-    They have at most `chunk` tokens; when the text of middle length is at the place, steps have one token. With `full`,
-    linear caches are filled up to their last row. `far`: also visit far places (`Piece.skip`). With `drawn`, the last
-    steps have random cache contents: if weights are untrained, only these steps show faults of attention.
+    These steps have at most `chunk` tokens, but only one token while the text of middle length passes the place. With
+    `full`, linear caches are filled up to their last row. `far`: also visit far places (`Piece.skip`). With `drawn`,
+    the last steps have random cache contents: if weights are untrained, only these steps show faults of attention.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear

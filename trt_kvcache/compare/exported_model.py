@@ -44,8 +44,8 @@ class Exported:
     Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot use those caches.
 
     `given` are values of inputs that do not follow from the text, by name; `table` has embeddings ``[V, H]`` if the
-    model takes them. A step returns logits of at most the `last` positions. `edit` changes the float32 model before it
-    is opened. `copies` makes the float32 copy of the model; its file must exist as long as this object.
+    model takes them. A step returns logits of its last positions, at most `last` of them. `edit` changes the float32
+    model before it is opened. `copies` makes the float32 copy of the model; its file must exist as long as this object.
 
     Attributes:
         vocabulary: number of logits of a position; None if the model leaves it open.
@@ -157,7 +157,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows circular caches have in the exported model. Leave out numbers that the rewrite keeps."""
+    """Return how many rows circular caches have in the exported model. Leave out caches whose rows do not change."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)

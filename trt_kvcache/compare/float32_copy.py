@@ -41,8 +41,8 @@ class Float32Copies:
         """Return a model's float32 copy, and the folder of its data. Return `model` and `source` if nothing changes.
 
         `source` is the folder of the model's external data; `replaced` are bytes to use instead of those in the files.
-        `types` become float32: for a rewritten model, give the types of the model as exported, because the rewrite uses
-        other narrow types to round on purpose. Raises `OutputError` if the data do not fit onto the disk.
+        `types` become float32. For a rewritten model, give the types of the exported model: the rewrite uses other
+        narrow types to round on purpose. Raises `OutputError` if the data do not fit onto the disk.
         """
         replaced = replaced or {}
         if not replaced and not all_types(model) & {*types}:

@@ -115,7 +115,7 @@ def compare_network(
 
 
 def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
-    """Compare the network that TensorRT parsed from the model as exported with this model and its own caches."""
+    """Run the model as exported in ONNX Runtime and as TensorRT's network, and compare the outputs of both."""
     shares = list[float]()
 
     def watch(feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:

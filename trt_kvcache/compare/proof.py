@@ -53,7 +53,7 @@ class Facts:
         pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
         chooses: True for a mixture of experts: rounding may choose another expert, so a row may differ.
         digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
-        allowed: allowed differences, by part and output. Outputs that cannot show a fault are missing: not compared.
+        allowed: allowed differences, by part and output. No entry: not compared, as the output cannot show a fault.
         uneven: in each part, one row may differ by this many times the allowed difference.
         note: why an output cannot show a fault; empty if all outputs can.
     """

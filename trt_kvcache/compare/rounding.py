@@ -1,8 +1,8 @@
 """Measures the effect of an engine's rounding on a model, and derives from it how much an engine may differ.
 
-An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds in another order than
-ONNX Runtime. To imitate this, each node's result y is multiplied by a random number a (one for each node), rounded by
-r, and divided by a. So a number changes even if the engine's type can hold it exactly:
+An engine rounds results of products, norms and weight lookups to its own type, and sums in another order than ONNX
+Runtime. To imitate this, each node's result y is multiplied by a random number a (one for each node), rounded by r, and
+divided by a. So a number changes even if the engine's type can hold it exactly:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 
@@ -99,7 +99,7 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight of which a tensor is a moved copy; of a dequantized weight, the scales. None: no weight."""
+    """Return the weight that a tensor is a (moved) copy of; for a dequantized weight, its scales. None: no weight."""
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):

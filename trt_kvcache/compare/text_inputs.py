@@ -54,7 +54,7 @@ class TextInputs:
 
         Args:
             piece: the step.
-            starts: number of tokens of each text of the piece before the step.
+            starts: number of tokens that each text of the piece has before the step.
             tokens: int64 ``[R, length]``; None: random tokens.
         """
         plan, rows = self._plan, list(piece.rows)

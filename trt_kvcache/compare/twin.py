@@ -5,9 +5,9 @@
 
 This file runs in the interpreter of an exporter: it needs torch, transformers, and ``checkpoint.py`` beside it, but
 nothing else of this package. Sizes and heads shrink in proportion; how a setting shrinks depends on its name, not on
-the model family. Each kind of layer occurs twice. Windows have a few tokens. If the model computes differently from
-some position on, this position is made small, so that short texts pass it. Every parameter changes the logits, and is
-exact in float16, bfloat16 and int4, so one twin serves exports of all types.
+the model family. Each kind of layer occurs twice. Windows have a few tokens. If the model's computation changes at some
+position, this position is made small, so that short texts pass it. Every parameter changes the logits, and is exact in
+float16, bfloat16 and int4, so one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter ignores.
@@ -177,7 +177,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the position from which a model computes differently, such as with other rotary factors; None: nowhere."""
+    """Return the position at which a model's computation changes, such as to other rotary factors; None: nowhere."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 

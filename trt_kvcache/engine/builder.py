@@ -102,7 +102,7 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Return True if TensorRT's shape (-1: dynamic) agrees with the plan. `exact`: both or neither size is dynamic."""
+    """Return True if TensorRT's shape (-1: dynamic) agrees with the plan. `exact`: the same sizes must be dynamic."""
     sizes = tuple(dim if isinstance(dim, int) else -1 for dim in planned)
     if exact or len(parsed) != len(sizes):
         return parsed == sizes
@@ -122,8 +122,8 @@ def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any
     """Record the proof (a decode) of an engine, and compare TensorRT's network with the model on some of its steps.
 
     `content` is the rewritten model. `weights` has the bytes that TensorRT got instead of those in the model's files.
-    Raises `BuildError` if network and model compute different outputs. If the caller gave a number of steps, raises
-    `TrtKvCacheError` if they cannot be recorded.
+    Raises `BuildError` if network and model compute different outputs, and `TrtKvCacheError` if the caller asked for a
+    number of steps that cannot be recorded.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)

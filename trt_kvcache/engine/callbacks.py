@@ -3,8 +3,8 @@
 Their base classes belong to the TensorRT module in use, so the classes are created after it is imported. Each build has
 its own logger in Python. Opened engines share one logger of TensorRT, and report errors through an ``IErrorRecorder``:
 
-- TensorRT uses the first logger of a process until no runtime or builder is left. If the first of two engines is
-  closed, TensorRT would call its logger, which Python has freed (measured on TensorRT for RTX 1.7.1).
+- TensorRT uses the first logger of a process until no runtime or builder is left. With a logger per engine, it would
+  call the first engine's logger even after Python freed it (measured on TensorRT for RTX 1.7.1).
 - TensorRT for RTX compiles kernels in its own threads. A logger in Python would deadlock: these threads would wait
   for Python's lock. The thread that destroys the context holds this lock, and waits for these threads.
 """
@@ -31,7 +31,7 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger and a progress monitor; `send` gets their warnings, errors, parsed nodes and progress.
 
-    The logger's method `words` returns all errors on one line. It leaves out noise if there are other errors.
+    The logger's method `words` returns all errors on one line. Noise is among them only if there are no other errors.
     `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process

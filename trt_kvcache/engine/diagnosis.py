@@ -260,7 +260,7 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
     """Return advice to update the driver, if installed libraries need a newer version of CUDA.
 
-    A driver accepts libraries for its major version of CUDA or an older one; a package's name ends with its version.
+    A driver accepts libraries for its major version of CUDA or an older one (``-cu12`` at the end of a package's name).
     Engines with the plugin contain PTX, which must not be newer than the driver.
     """
     if driver is None:

@@ -308,7 +308,7 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """Return the result of `work`, a step of building the encoder's engine, and no warning.
+    """Return the result of `work` (a step of building the encoder's engine) and an empty tuple of warnings.
 
     If `work` fails and the caller named no encoder, return None and a warning: the encoder then runs on the CPU. An
     `OutputError` always ends the build, because the decoder's engine could not be written either.

@@ -68,8 +68,8 @@ def new_folders(folder: Path) -> Iterator[None]:
 def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
     """Copy tokenizer, chat template and configs from the folder of a model to that of an engine.
 
-    With `missing_too`, files of these names that the model does not have are removed. Raises `OptionError` if a file
-    cannot be read, and `OutputError` if it cannot be written.
+    With `missing_too`, remove files of these names from the engine's folder if the model has none. Raises `OptionError`
+    if a file cannot be read, and `OutputError` if it cannot be written.
     """
     for name in TEXTS:
         source = folder_of(model) / name

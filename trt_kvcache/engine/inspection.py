@@ -106,7 +106,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """True if a shape agrees with the plan. Sizes that are dynamic in plan or engine output agree with all sizes."""
+    """True if a shape agrees with the plan. A size that is dynamic in the plan or an engine output fits every size."""
     return len(tensor.shape) == len(plan.shape) and all(
         actual == expected or not isinstance(expected, int) or (actual == -1 and tensor.io == "output")
         for actual, expected in zip(tensor.shape, plan.shape, strict=True)

@@ -57,7 +57,7 @@ class Manifest:
         double_buffered: maps each present tensor to its past tensor, for states and for caches that are not updated in
             place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
-        max_logits: largest number of positions of a sequence for which a step returns logits; None: the model decides.
+        max_logits: the most positions per sequence whose logits a step returns; None: the model decides.
         vocab, max_positions: number of rows of the lookup tables for token ids, and for positions; None if no table is
             known. The runtime checks ids and positions, because TensorRT reports no error for an index beyond a table.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.

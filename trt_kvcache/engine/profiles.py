@@ -3,7 +3,7 @@
 Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
 one. If a profile always multiplies a weight with one row, TensorRT for RTX 1.7.1 stores the weight twice. So even if
 the largest batch is one, ``decode`` allows a batch of two, and ``prefill`` allows logits of two positions. Quantized
-weights are the exception: with a batch of exactly one in ``decode``, engines are smaller. Sizes of engines:
+weights are the exception: with a batch of exactly one in ``decode``, engines are smaller. Sizes of weights and engines:
 
     float16, ``decode``     202 MB of weights     377 MB with a batch of one     227 MB with up to two
     float16, ``prefill``    232 MB of weights     323 MB with one position       245 MB with up to two
@@ -39,7 +39,7 @@ class Limits:
     Attributes:
         max_chunk: largest number of tokens of one sequence in one step.
         capacity: rows of the smallest cache.
-        max_logits: largest number of positions of a sequence for which a step returns logits; None: the model decides.
+        max_logits: the most positions per sequence whose logits a step returns; None: the model decides.
         encoder: smallest, typical and largest length of an encoder's output; None: not given.
     """
 

@@ -62,8 +62,8 @@ class Twin:
         checkpoint: folder of the checkpoint.
         folder: an empty folder for the twin and its exports.
         run: runs the exporters' interpreter with arguments and a time limit in seconds; returns exit code and stderr.
-        capacity: tokens per sequence; None: the default. Some checkpoints compute differently from a certain position
-            on (LongRoPE). If the capacity is below this position, the twin's texts end before it.
+        capacity: tokens per sequence; None: the default. Some checkpoints change their computation at a certain
+            position (LongRoPE). If the capacity is below this position, the twin's texts end before it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Twin:
         return Verdict(wrong is None, f"on a small twin, {wrong}" if wrong else "", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return settings that the exporter ignores: without such a setting, transformers gives the export's logits."""
+        """Return settings that the exporter ignores: if one is left out, transformers computes the export's logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")

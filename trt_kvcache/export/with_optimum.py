@@ -1,7 +1,7 @@
 """Runs optimum-onnx on a checkpoint, in an interpreter that has it: ``python with_optimum.py CHECKPOINT FOLDER``.
 
-optimum-onnx needs transformers below 4.58, which ignores ``rope_parameters``, where transformers 5 writes the base of
-rotary embeddings. So it would silently export a model with another base.
+optimum-onnx needs transformers below 4.58. These versions ignore ``rope_parameters``, in which transformers 5 stores
+the base of rotary embeddings. So optimum-onnx would silently export a model with another base.
 """
 
 import json

@@ -63,7 +63,7 @@ def check_rewrite(
 ) -> Checked:
     """Refuse a rewritten model that does not compute the same numbers as the original.
 
-    Large weights of both models may be placeholders (without data), which `weights` maps to the weights by name. With
+    Large weights of both models may be placeholders without data; then `weights` has the weights by name. With
     `thorough`, also compare steps after every number of past tokens up to 4,096.
 
     Raises:
@@ -134,7 +134,7 @@ class Verdict:
             ``"undecided"``: the region cannot run.
             ``"stuck"``: ONNX Runtime runs the original, but not the rewritten region.
             ``"dependent"``: a sequence depends on other sequences of the batch.
-            ``"ends"``: the model supports only so many tokens as `name` says.
+            ``"ends"``: the model supports only a limited number of tokens; `name` is this number.
             ``"alone"``: the model declares a dynamic batch, but supports only one sequence.
             ``"mixed"``: the numbers of a token depend on how many tokens a step has.
         why: the reason in words; empty for most equal regions.
@@ -165,7 +165,7 @@ _answering: list[Child] = []
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Return the check's child process; start it if none runs. `to_ask`: no other caller ends it before its answer."""
+    """Return the check's child process, started if none runs. `to_ask`: no other caller may end it until it answers."""
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)

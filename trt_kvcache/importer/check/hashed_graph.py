@@ -75,8 +75,8 @@ class Graph:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return two maps: digests of all tensors, and for tensors in `taken`, digests of how the graph computes them.
 
-        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models: digests of the
-        first map use their names, not their computation. `nodes` is the part of the graph to digest (None: all).
+        `leaves` are digests of inputs. A tensor in `taken` counts as equal in both models, so the first map has a
+        digest of its name, not of its computation. `nodes` is the part of the graph to digest (None: all).
         """
         seen = dict(leaves)
         own: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that compute `outputs`, the inputs and `stop` tensors they read, and their constants."""
+        """Return the nodes that compute `outputs`, the inputs and `stop` tensors that the nodes read, and constants."""
         todo = list(outputs)
         wanted = set(todo)
         seen: set[str] = set()

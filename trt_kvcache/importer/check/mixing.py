@@ -9,7 +9,7 @@ run in one step and one by one.
 
 Two kinds of nodes do not run; random numbers replace their results. The first are regions with caches, because the
 check compares these with the original row by row. The others compute each token separately: products with large
-weights, lookups in large tables, and mixtures of experts. The inputs of these are compared.
+weights, lookups in large tables, and mixtures of experts. The inputs of both kinds are compared.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Outside:
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def error(self, past: int) -> str:
-        """Return ONNX Runtime's error in a step after `past` tokens, as after the end of a table; empty if none."""
+        """Return ONNX Runtime's error in a step after `past` tokens, such as an index beyond a table; empty if none."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
@@ -308,7 +308,7 @@ def _caches_left_out(
 def _large_left_out(
     pair: ModelPair, read: list[str]
 ) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
-    """Find operators with large weights that compute tokens separately, and small substitutes for table lookups."""
+    """Find operators with large weights that compute tokens separately, and make small substitutes for lookups."""
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
     for node in graph.nodes:

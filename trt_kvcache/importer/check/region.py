@@ -1,6 +1,6 @@
 """Cuts regions, the parts that the rewrite changed, out of the graphs of both models.
 
-A *join* is a tensor with the same name in both graphs, but computed differently. A region shows that both versions of
+A *join* is a tensor with the same name in both graphs, but computed differently. A region tests that both versions of
 its join are equal. Regions that read the join assume this. A region goes back from its join to other joins, graph
 inputs, and *boundaries*: tensors that depend on the tokens and are equal by construction, and that the check fills with
 random numbers. Every other graph output must be equal by construction, or end a region. So regions cover every path.
@@ -154,7 +154,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return tensors with an entry for every cache row. No region ends at one, because unused rows hold garbage."""
+    """Return tensors with an entry for every cache row. Regions do not end at them: unused rows hold garbage."""
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
     products = [node for node in graph.nodes if node.op_type in _PRODUCTS]

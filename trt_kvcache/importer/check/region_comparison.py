@@ -229,7 +229,7 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if garbage in cache rows without a token changes the original's results; `full`: those with garbage."""
+        """True if garbage in cache rows without a token changes the original's results; `full`: results with it."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))

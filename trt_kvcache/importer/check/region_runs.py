@@ -276,7 +276,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Return the description of a cache with linear rows, even if the rewrite made this cache circular."""
+        """Describe a cache with a row for every token, even if the rewrite made this cache circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

@@ -56,7 +56,7 @@ class _Choice:
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """Return the smaller shape of a constant. Its only axis may be rows times columns."""
+        """Return the smaller shape of a constant. If it has only one axis, this axis may be rows times columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:

@@ -51,7 +51,7 @@ def added_rounding(region: Region) -> str:
     """Say where a region rounds to a narrower type, unlike the original; empty if nowhere.
 
     Results cannot show this rounding, because the comparison uses float32 or a tolerance. So this function reads the
-    graphs: a path from input to result without a narrowing cast in the original must have none in the rewritten model.
+    graphs: if a path from input to result has no narrowing cast in the original, the rewritten one must have none.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
@@ -88,7 +88,7 @@ def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
-    """Describe the first difference of a cache, or "". Also return True if its row is from before the step.
+    """Describe the first difference of a cache, or "". Also return True if it is in a token from before the step.
 
     Only `rows` of the batch are compared. The original keeps at most `limit` cache rows of each sequence.
     """

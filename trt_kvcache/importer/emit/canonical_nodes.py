@@ -282,7 +282,7 @@ def is_plain(layout: Layout) -> bool:
 def relaid(
     emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
 ) -> gs.Tensor:
-    """Bring a tensor from one layout to another. `sizes`: key heads n, query heads of each key head g, head size d."""
+    """Bring a tensor from one layout to another. `sizes`: n (key heads), g (query heads per key head), d (size)."""
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
     both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
     before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))

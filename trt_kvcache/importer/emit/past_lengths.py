@@ -217,7 +217,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor is equal after all sampled pasts, even the longest: floor(P / 16) is equal after short ones."""
+    """True if a tensor is equal after all sampled pasts. One is long, as floor(P / 16) is equal after short ones."""
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):
