@@ -19,7 +19,8 @@ from trt_kvcache.files import identify
 def engine(tmp_path: Path) -> Path:
     path = tmp_path / "model.engine"
     path.write_bytes(b"an engine")
-    save_manifest(sample_manifest(sample_plan(layers=2), identify(path)), manifest_path(path))
+    # a path may be a text, and end in a slash
+    save_manifest(sample_manifest(sample_plan(layers=2), identify(path)), manifest_path(f"{path}/"))
     return path
 
 

@@ -134,12 +134,12 @@ class _SchemaOnly:
 
 def manifest_path(engine: str | os.PathLike[str]) -> Path:
     """Return the path of an engine's manifest: ``model.engine.json`` for ``model.engine``."""
-    return Path(f"{engine}.json")
+    return Path(f"{Path(engine)}.json")
 
 
 def proof_path(engine: str | os.PathLike[str]) -> Path:
     """Return the path of an engine's proof (recorded decode): ``model.engine.proof`` for ``model.engine``."""
-    return Path(f"{engine}.proof")
+    return Path(f"{Path(engine)}.proof")
 
 
 def encoder_path(engine: Path) -> Path:
