@@ -640,6 +640,26 @@ CALLS: dict[str, Callable[[DecodeSession], object]] = {
 }
 
 
+def test_a_stream_is_read_while_a_step_runs() -> None:
+    """Such as by its own thread, while another thread's step computes its next events."""
+    runner = HashRunner()
+    read: list[TokenEvent] = []
+
+    def reads(tokens: Any, scores: Any) -> Any:
+        if list(tokens[:1]) == [3] and len(tokens) == 3:  # the second prompt's second step; its first event waits
+            read.append(next(events))
+        return scores
+
+    session = DecodeSession(runner)
+    events = session.stream([[1, 2], [3, 4]], config(6, logits_processor=reads))
+    read.append(next(events))
+    assert session.generate([[5]], config(3))[0].tokens == continued(runner, [5], 3)
+    read += events
+    assert len(read) == 12
+    for place, prompt in enumerate([[1, 2], [3, 4]]):
+        assert [event.token for event in read if event.sequence == place] == continued(runner, prompt, 6)
+
+
 @no_fork
 @pytest.mark.parametrize("busy", [True, False], ids=["while another thread steps", "idle"])
 @pytest.mark.parametrize("call", CALLS)

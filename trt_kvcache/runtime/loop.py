@@ -416,20 +416,22 @@ class DecodeLoop:
         An error ends the sequence; if it is not an `Exception` (such as KeyboardInterrupt), it is returned.
         """
         run, slot = self._runs[piece.slot], piece.slot
-        told, failure = len(run.outcomes), None
+        told: list[TokenEvent] = []  # not read from `outcomes`: the stream's own thread may empty that at any time
+        failure: BaseException | None = None
         token, free_tokens, known = -1, None, True
         try:
             for event in run.continuation.verify(piece.tokens[piece.waiting :], logits):
+                told.append(event)
                 run.outcomes.append((slot, event))
         except BaseException as error:  # noqa: BLE001 - tokens chosen before it are reported, and stay in the slot
             failure = error
         try:
-            token = self._note_told(piece, run.outcomes[told:])
+            token = self._note_told(piece, told)
             self._cache.remember(slot)
             free_tokens, known = self._cache.free_tokens(slot), failure is not None or self._has_embedding(token)
         except Exception as error:  # noqa: BLE001 - it ends this sequence only
             failure = failure or error
-        if run.continuation.finish_reason is not None and any(_ends(outcome) for _, outcome in run.outcomes[told:]):
+        if run.continuation.finish_reason is not None and any(event.finish_reason is not None for event in told):
             self._finish(slot)
         elif failure is not None:
             self._fail(slot, failure)
@@ -442,9 +444,9 @@ class DecodeLoop:
             ))  # fmt: skip
         return None if isinstance(failure, Exception) else failure
 
-    def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens of the events in `outcomes` to the slot: correct guesses, then one more. Return that."""
-        tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
+    def _note_told(self, piece: _Piece, events: Sequence[TokenEvent]) -> int:
+        """Append the tokens of `events` to the slot: correct guesses, then one more. Return that one."""
+        tokens = [event.token for event in events if event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
         return tokens[-1] if tokens else -1
@@ -470,10 +472,6 @@ class DecodeLoop:
         """Stop continuing a slot whose sequence has ended. Free the slot unless the caller wants to keep it."""
         if not self.remove(slot).keep_slot:
             self._cache.drop(slot)
-
-
-def _ends(outcome: Outcome) -> bool:
-    return isinstance(outcome, TokenEvent) and outcome.finish_reason is not None
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
