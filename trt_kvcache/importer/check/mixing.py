@@ -29,7 +29,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.models import ModelPair
-from trt_kvcache.importer.check.region import Region
+from trt_kvcache.importer.check.region import Region, unread
 from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
 from trt_kvcache.importer.check.tolerances import sequence_axis, token
 from trt_kvcache.importer.operators import ROUNDS
@@ -104,7 +104,7 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
     if pair.plan.prefill_in_one_step or pair.plan.states or not 1 < length <= rows:
         return None
     start = min(_PAST, rows - length) if steps.indexed else 0
-    name = outside(steps.batch, length).first_mixed_token(start)
+    name = outside(steps.batch, length, whole=False).first_mixed_token(start)  # as in `_mixed_sequences`: made once
     return Verdict(outside(steps.batch, length, inner=True).first_mixed_token(start) or name, "mixed") if name else None
 
 
@@ -154,6 +154,7 @@ class _Outside:
             raise RunError(f"an operator that may mix tokens reads the large constant '{large.name}'")
         model = load(part_of(graph.model, nodes, inputs, ends, constants))
         model.graph.initializer.extend(table for _, table in lookups)
+        self._unread = unread([model], pasts)
         self._session = UnfusedSession(open_types(model, wide=True))
 
     def _axis(self, shape: Shape | None) -> int | None:
@@ -255,6 +256,9 @@ class _Outside:
         caches = {
             c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed
         }
+        for name in self._unread & caches.keys():  # only its shape is read
+            cache = caches.pop(name)
+            feeds[name] = cache.to_physical(np.zeros(cache.logical_shape(self._batch), np.float32))
         for name, values in all_contents(caches, seed, starts, 1.0, 0):
             feeds[name] = caches[name].to_physical(values)
         for number, (name, shape) in enumerate(self._stops.items()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeGuard
 
 import onnx
@@ -213,7 +214,9 @@ def _region(
     would contain the embedding table, because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
-    stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
+    stops = [dict(stop) for stop in stops]
+    for stop, name in product(stops, outputs):
+        stop.pop(name, None)
     passed: tuple[set[str], set[str]] = (set(outputs), set(outputs))
     while True:
         cones = [graph.cone(outputs, stop) for graph, stop in zip(pair.sides, stops, strict=True)]

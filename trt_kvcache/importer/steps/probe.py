@@ -220,7 +220,7 @@ class Probe:
 
     def _fact(self, name: str) -> _Fact:
         """Derive type, shape and value of a tensor and of its producers, in a loop instead of by recursion."""
-        pending = [name]
+        pending = [name] if name not in self._facts else []
         while pending:
             name = pending[-1]
             maker = None if name in self._facts else self._blueprint.makers.get(name)
