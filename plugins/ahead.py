@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.plugins.choice import CHOICE_DTYPES, ChoiceKernels, compile_choice
 from trt_kvcache.plugins.compile import CompiledKernel, check_compiler, compile_kernel

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import IntegerType, KernelConfig, Quantization, arguments
 
 NAMESPACE = "trt_kvcache"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import BLOCKS_PER_MULTIPROCESSOR, THREADS, VECTORS_PER_THREAD, KernelConfig, arguments
 from trt_kvcache.resources import resource_dir
 

@@ -57,7 +57,7 @@ Result = dict[str, str]
 def take(model: Path, folder: Path) -> Result:
     """Plan, verify and build one model, with the engine in `folder`."""
     from trt_kvcache import BuildOptions, build_engine, verify_model
-    from trt_kvcache.importer.plan import Route
+    from trt_kvcache.importer.cache_plan import Route
 
     stage = "plan"
     try:

@@ -52,7 +52,7 @@ from gpu_steps import AGAIN, BUILT_FOR, ENGINE, limit, runs_only_if_built_here, 
 
 from trt_kvcache.cli.signals import end_by_unwinding
 from trt_kvcache.engine import backend, diagnosis
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"

@@ -40,7 +40,7 @@ from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import SessionError, TrtKvCacheError
-from trt_kvcache.importer.plan import cache_bytes
+from trt_kvcache.importer.cache_plan import cache_bytes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt import trt_runner

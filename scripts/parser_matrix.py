@@ -25,7 +25,7 @@ def verdict(model: Path) -> tuple[str, str]:
     """Return a word, and the parser's words or the difference."""
     from trt_kvcache.cli.verify import parsed_as_exported
     from trt_kvcache.errors import OptionError, TrtKvCacheError
-    from trt_kvcache.importer.plan import PlanOptions
+    from trt_kvcache.importer.cache_plan import PlanOptions
 
     try:
         try:

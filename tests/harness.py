@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheUpdate, PhysicalLayout, PlanOptions
 
 Array = NDArray[np.generic]
 Feeds = dict[str, Array]

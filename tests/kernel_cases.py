@@ -10,7 +10,7 @@ from host_kernel import Launch
 from numpy.typing import NDArray
 from reference import tensor_scatter
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import ELEMENT_BITS, KernelConfig, Quantization, Shapes, launch_params
 
 Array = NDArray[np.generic]

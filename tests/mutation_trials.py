@@ -18,7 +18,7 @@ from mutations import Mutator
 
 from trt_kvcache.errors import TrtKvCacheError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_import
 
 VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4, station=("rewritten",), tolerance=1e-3)

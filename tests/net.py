@@ -38,7 +38,7 @@ from corpus import Entry, entries  # noqa: E402
 
 from trt_kvcache.errors import TrtKvCacheError, VerificationError  # noqa: E402
 from trt_kvcache.importer import import_model  # noqa: E402
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Route  # noqa: E402
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Route  # noqa: E402
 from trt_kvcache.verify import VerifyOptions, verify_import  # noqa: E402
 
 PROMISES = TESTS / "promises.txt"

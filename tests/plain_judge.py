@@ -19,10 +19,10 @@ from reference import attention, tensor_scatter
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, Dim, Role, UpdateMode
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.interface.exported_interface import PASSED_ON
 from trt_kvcache.importer.pipeline import import_model, plan_model, rewrite_model
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, UpdateMode
 
 EQUAL, REFUSED, WRONG, SHAPE, CONTRACT = "equal", "refused", "wrong", "shape differs from plan", "contract of nobody"
 REWRITE, RUN, BUILD, FOREIGN, VACUOUS = "rewrite failed", "run failed", "build failed", "foreign exception", "vacuous"

@@ -5,7 +5,7 @@ from harness import Feeds
 from kernel_cases import quantize_linear, refused
 from reference import tensor_scatter
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.operators import Operator
 
 CAPACITY = 6

@@ -14,7 +14,7 @@ from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 BATCH, CHUNK = 3, 8
 

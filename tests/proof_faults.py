@@ -36,8 +36,8 @@ from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.check import Checked
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import state_type

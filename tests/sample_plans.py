@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     AttentionKind,
     AttentionPlan,
     CachePlan,

@@ -14,8 +14,8 @@ from spellings import CAPACITY, VOCABULARY, Spelling, make, twin
 
 from trt_kvcache.errors import AmbiguousRoleError, TrtKvCacheError
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.cache_plan import PlanOptions, Role
 from trt_kvcache.importer.pipeline import ImportedModel
-from trt_kvcache.importer.plan import PlanOptions, Role
 
 EQUAL, REFUSED, WRONG, TRACE, UNRUN, UNLIKE = "equal", "refused", "wrong", "trace", "not run", "not the same decoder"
 STEPS = (4, 1, 3, 1, 1)

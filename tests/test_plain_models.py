@@ -7,7 +7,7 @@ from plain_graphs import ODD, Plain, plain_model
 from plain_judge import BUILD, EQUAL, REFUSED, judge
 from scatter_graphs import scatter_plain
 
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 QUICK = 5000
 SLOW, SHARE = 1500, 100

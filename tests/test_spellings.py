@@ -13,7 +13,7 @@ from spellings import FIXED_SPELLINGS, SPELLINGS, Spelling, all_single, spelled
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 SHARE = 50
 

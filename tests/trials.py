@@ -23,7 +23,7 @@ from plain_graphs import plain_model
 from scatter_graphs import scatter_plain
 from spellings import spelled
 
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 Trial = Callable[[int, Path, PlanOptions], tuple[str, str]]
 pair = cache(mutation_cuts.Pair)

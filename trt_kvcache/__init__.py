@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trt_kvcache.errors import TrtKvCacheError
     from trt_kvcache.export.run import export_checkpoint
     from trt_kvcache.importer import plan_model, rewrite_model
-    from trt_kvcache.importer.plan import CachePlan, PlanOptions
+    from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
     from trt_kvcache.runtime.calibration import calibrate_caches
     from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.scoring import score
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     "BuildOptions": "trt_kvcache.engine.build_options",
-    "CachePlan": "trt_kvcache.importer.plan",
+    "CachePlan": "trt_kvcache.importer.cache_plan",
     "DecodeSession": "trt_kvcache.runtime.session",
     "GenerationConfig": "trt_kvcache.runtime.generation.generation_config",
     "Grammars": "trt_kvcache.runtime.structured",
     "Manifest": "trt_kvcache.engine.manifest",
-    "PlanOptions": "trt_kvcache.importer.plan",
+    "PlanOptions": "trt_kvcache.importer.cache_plan",
     "Tokenizer": "trt_kvcache.runtime.text.tokenizer",
     "TrtKvCacheError": "trt_kvcache.errors",
     "VerifyOptions": "trt_kvcache.compare.verify_report",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorRole
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, Dim, Role, TensorRole
 
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     AdapterPart,
     AdapterPlan,
     AdapterProduct,

@@ -36,9 +36,9 @@ from trt_kvcache.compare.verify_report import STATIONS, Quality, Station, Verify
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
+from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors

@@ -20,7 +20,7 @@ from benchmarks.report import Report, spread
 from benchmarks.turns import interleave, timed
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.plugins.choice import CANDIDATES, ordered, read_keys, read_lists, sets_per_row
 from trt_kvcache.runtime.generation.sampling import CHOICE
 from trt_kvcache.runtime.runner import Logits, StepBatch

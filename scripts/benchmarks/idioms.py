@@ -29,7 +29,7 @@ from benchmarks.loops import Loop, open_session
 from benchmarks.report import Report, quartiles
 from benchmarks.turns import interleave
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 # Label, form, and whether the original's past and present share a buffer.
 CASES = (

@@ -18,7 +18,7 @@ import kernel_device
 import numpy as np
 
 from benchmarks.report import Report
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
 
 HEADS, SIZE = 8, 128

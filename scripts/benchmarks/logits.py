@@ -21,7 +21,7 @@ from decoders import DecoderConfig, write_decoder
 
 from benchmarks.report import Report, spread
 from benchmarks.turns import Worker, interleave
-from trt_kvcache.importer.plan import LogitPositions, PlanOptions
+from trt_kvcache.importer.cache_plan import LogitPositions, PlanOptions
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.cache_plan import Role
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.step_inputs import SPAN_BUCKET
 

@@ -20,7 +20,7 @@ from benchmarks.loops import Loop
 from benchmarks.report import Report, spread
 from benchmarks.turns import interleave, timed
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 POSITION = 160
 OPTIONS = {

@@ -10,7 +10,7 @@ from decoders import DecoderConfig, write_decoder
 from typer.testing import Result
 
 from trt_kvcache import CachePlan, Manifest, load_manifest, plan_model, verify_model
-from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
+from trt_kvcache.importer.cache_plan import CacheLayout, PhysicalLayout, Sliding, Target
 from trt_kvcache.reports import EngineReport, VerifyReport
 
 

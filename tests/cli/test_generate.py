@@ -17,7 +17,7 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.cli.generate import GenerationFlags
 from trt_kvcache.cli.prompts import read_text
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.cache_plan import Role
 from trt_kvcache.runtime.events import TokenEvent
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")

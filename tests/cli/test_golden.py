@@ -21,7 +21,7 @@ from trt_kvcache.engine import backend
 from trt_kvcache.engine.diagnosis import BackendStatus, Diagnosis, PackageStatus, RouteStatus
 from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan import AttentionKind, CachePlan, InterfaceChange, Route, StateUpdate
+from trt_kvcache.importer.cache_plan import AttentionKind, CachePlan, InterfaceChange, Route, StateUpdate
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 28

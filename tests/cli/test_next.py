@@ -20,7 +20,7 @@ from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.summary import tell_next
 from trt_kvcache.engine.backend import can_build, driver_present
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
 DEFAULT = "96 tokens (default; --capacity)"

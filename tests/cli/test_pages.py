@@ -14,7 +14,7 @@ from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_pa
 from trt_kvcache.compare.verify_report import Station, VerifyReport
 from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor, Route, StateUpdate
+from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor, Route, StateUpdate
 from trt_kvcache.page import Html
 from trt_kvcache.runtime.measure import BenchReport, Timing
 

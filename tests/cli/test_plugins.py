@@ -19,7 +19,7 @@ from runtime.fake_tensorrt import fake_module
 from typer.testing import Result
 
 from trt_kvcache.engine.backend import can_build
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 from trt_kvcache.plugins import compile as compiling
 from trt_kvcache.plugins.compile import CACHE_VARIABLE, nvrtc_version
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner

@@ -11,7 +11,7 @@ from trt_kvcache.cli import summary
 from trt_kvcache.cli.options import PlanFlags
 from trt_kvcache.cli.plan_view import plan_data
 from trt_kvcache.cli.summary import advice, command_line, next_line
-from trt_kvcache.importer.plan import CachePlan, Fallback, Target
+from trt_kvcache.importer.cache_plan import CachePlan, Fallback, Target
 
 
 def test_advice() -> None:

@@ -11,8 +11,8 @@ from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.network_comparison import LIMIT, NetworkComparison, compare_network
 from trt_kvcache.compare.numpy_network import Network, Node
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.serialize import serialize_model
 
 _SWAPPED = {"SUB", "DIV", "POW", "LESS", "GREATER"}

@@ -11,7 +11,7 @@ from stored import MODELS
 
 from trt_kvcache.compare.costs import GPUS, StepCost, read_bandwidth, step_cost, usual_tokens
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Route, StateUpdate
+from trt_kvcache.importer.cache_plan import CachePlan, Route, StateUpdate
 
 TOKENS = 10
 EXPORTS = [

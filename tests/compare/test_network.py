@@ -25,7 +25,7 @@ from trt_kvcache.compare.network_comparison import LIMIT
 from trt_kvcache.compare.numpy_network import Network, UnknownLayerError
 from trt_kvcache.cpu import UnfusedSession
 from trt_kvcache.errors import BuildError
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.plugins.operators import OPERATORS, Operator
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -4,7 +4,7 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.compare.decode import DRAWN, Piece, plan_pieces
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.steps.drawn_inputs import Limits
 
 PLACES = {40: "decode", 256: "span"}

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from reference import packed_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 BATCH, STEP = 2, 3
 TREATED = [case for case in ALL_CASES if not case.ours.refusal]

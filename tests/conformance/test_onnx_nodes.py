@@ -9,7 +9,7 @@ from harness import build, imported, run_rewritten
 from onnx_cases import NodeCase, node_cases
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.importer.cache_plan import Fallback, PlanOptions
 
 CASES = node_cases()[0]
 REFUSED = [case for case in CASES if case.has_in_op_cache]

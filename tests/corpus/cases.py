@@ -15,7 +15,7 @@ from scan_graphs import STEPS, scan
 from scan_graphs import decoder as scanning_decoder
 
 from corpus import Entry, built
-from trt_kvcache.importer.plan import AttentionKind, PhysicalLayout, Route
+from trt_kvcache.importer.cache_plan import AttentionKind, PhysicalLayout, Route
 
 FLOAT, HALF, BF16, BOOL, INT64 = (
     TensorProto.FLOAT,

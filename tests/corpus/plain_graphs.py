@@ -18,7 +18,7 @@ from graphs import Dim, Graph, renamed
 from onnx import TensorProto, helper, numpy_helper
 
 from corpus import Entry, built
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LogitPositions, PlanOptions, Sliding, Target
+from trt_kvcache.importer.cache_plan import CacheLayout, Fallback, LogitPositions, PlanOptions, Sliding, Target
 from trt_kvcache.importer.protos import replace_field
 
 FLOAT, HALF, BFLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE

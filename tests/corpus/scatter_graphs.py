@@ -14,7 +14,7 @@ from onnx import TensorProto
 from plain_graphs import Plain
 
 from corpus import Entry, built
-from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions, Target
+from trt_kvcache.importer.cache_plan import CacheLayout, Fallback, PlanOptions, Target
 
 FLOAT, HALF, BFLOAT, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL
 INT8, UINT8, INT32, INT64 = TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64

@@ -21,7 +21,7 @@ from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import pipeline
-from trt_kvcache.importer.plan import AttentionKind, Route, Target
+from trt_kvcache.importer.cache_plan import AttentionKind, Route, Target
 from trt_kvcache.progress import ProgressEvent
 
 TINY = DecoderConfig(layers=1, head_size=16)

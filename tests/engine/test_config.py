@@ -17,7 +17,7 @@ from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.manifest import check_engine
 from trt_kvcache.errors import BuildError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 CONFIGURE = """
 import json, os, sys, warnings
@@ -29,7 +29,7 @@ from trt_kvcache.engine.builder import create_config, save_timing_cache
 from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.build_process import Job
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 warnings.simplefilter("error")
 target, cache = Target(sys.argv[1]), sys.argv[2]

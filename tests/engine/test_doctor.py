@@ -7,7 +7,7 @@ from commands import invoke
 
 from trt_kvcache.engine import diagnosis
 from trt_kvcache.engine.diagnosis import Diagnosis, Gpu, diagnose, find_gpus
-from trt_kvcache.importer.plan import Route
+from trt_kvcache.importer.cache_plan import Route
 
 
 def available(diagnosis: Diagnosis) -> dict[tuple[Route, str], bool]:

@@ -17,8 +17,8 @@ from trt_kvcache.engine.engine_build import EncoderJob, build_engine, find_job
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Role, Target
 from trt_kvcache.importer.families.encoders.model import import_encoder
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 SIZES = {"max_chunk": 8, "max_encoder": 12}

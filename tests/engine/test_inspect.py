@@ -14,7 +14,7 @@ from trt_kvcache.engine.inspection import EngineTensor, EngineView, inspect_engi
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, identify
-from trt_kvcache.importer.plan import Route
+from trt_kvcache.importer.cache_plan import Route
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from decoders import DecoderConfig, write_decoder
 from trt_kvcache import BuildOptions, build_engine, machine
 from trt_kvcache.engine import engine_build
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 GB = 1_000_000_000
 

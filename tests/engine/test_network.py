@@ -17,7 +17,7 @@ from sample_plans import sample_plan
 from trt_kvcache.engine.builder import check_network
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Route, TensorRole
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Role, Route, TensorRole
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from trt_kvcache.engine.backend import Backend, check_build_options, choose_back
 from trt_kvcache.engine.build_options import BuildOptions, format_shapes, parse_bytes, parse_shapes
 from trt_kvcache.engine.diagnosis import Gpu
 from trt_kvcache.errors import BackendError, OptionError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 RTX = Backend(Target.TENSORRT_RTX, "1.7.1.116")
 FULL = Backend(Target.TENSORRT, "11.4.0.106")

@@ -11,7 +11,7 @@ from harness import imported, run
 from onnx import TensorProto
 from runtime.families import turned
 
-from trt_kvcache.importer.plan import CacheDtype, PlanOptions, Route, Target
+from trt_kvcache.importer.cache_plan import CacheDtype, PlanOptions, Route, Target
 
 HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
 

@@ -11,7 +11,7 @@ from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Dim, LogitsSpan, Role, TensorRole
+from trt_kvcache.importer.cache_plan import CachePlan, Dim, LogitsSpan, Role, TensorRole
 
 PLAN = sample_plan(layers=1)
 

@@ -9,7 +9,7 @@ from exporters.exports import CAPACITY, missing
 
 from trt_kvcache import DecodeSession, GenerationConfig, build_engine, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateMode
 
 PROMPTS = [[5, 9, 3], list(range(20, 41)), [77]]
 pytestmark = [

@@ -12,8 +12,8 @@ from scan_graphs import REPEATS, STEPS, decoder, scan
 
 from trt_kvcache import BuildOptions, build_engine, verify_model
 from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.cache_plan import AttentionKind
 from trt_kvcache.importer.graph import Emitter, export_inferred
-from trt_kvcache.importer.plan import AttentionKind
 from trt_kvcache.importer.planning import attention_plans
 from trt_kvcache.importer.rewrite import copy_repeats
 

@@ -19,7 +19,7 @@ from gpu_steps import built_for
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.engine.backend import installed_version
 from trt_kvcache.errors import BackendError
-from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.cache_plan import PlanOptions, Target
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 

@@ -18,7 +18,7 @@ import pytest
 from decoders import DecoderConfig
 from near_ties import check_greedy
 
-from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheLayout, Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.cuda import cuda_bindings
 

@@ -14,7 +14,7 @@ import pytest
 from decoders import DecoderConfig
 
 from trt_kvcache import BuildOptions, build_engine, load_manifest
-from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
+from trt_kvcache.importer.cache_plan import Fallback, PlanOptions, Route
 from trt_kvcache.runtime.runner import StepBatch
 
 pytestmark = pytest.mark.gpu

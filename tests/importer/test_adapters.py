@@ -22,9 +22,9 @@ from trt_kvcache import (
     verify_model,
 )
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
-from trt_kvcache.runtime.check import load_proof
+from trt_kvcache.importer.cache_plan import AdapterProduct, CachePlan, Role
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.proof_check import load_proof
 from trt_kvcache.runtime.replay import replay
 
 OPTIONS = PlanOptions(capacity=64, lora_rank=4)

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from trt_kvcache import plan_model, rewrite_model
 from trt_kvcache.errors import ModelError, OutputError
-from trt_kvcache.importer.plan import PlanOptions, Role
+from trt_kvcache.importer.cache_plan import PlanOptions, Role
 
 SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=32)
 

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, plan_model
 from trt_kvcache.errors import AmbiguousRoleError, UnsupportedModelError
-from trt_kvcache.importer.plan import PlanOptions, Role
+from trt_kvcache.importer.cache_plan import PlanOptions, Role
 from trt_kvcache.verify import VerifyOptions, verify_model
 
 PROMPT = (7, 1, 30)

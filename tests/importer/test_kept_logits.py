@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, plan_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import LogitPositions, PlanOptions
+from trt_kvcache.importer.cache_plan import LogitPositions, PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_model
 
 PROMPT = (7, 1, 30, 2)

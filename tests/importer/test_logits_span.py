@@ -11,8 +11,8 @@ from graphs import Graph
 from onnx import TensorProto
 
 from trt_kvcache import plan_model
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.operators import NORMS
-from trt_kvcache.importer.plan import CachePlan
 
 WIDTH, VOCABULARY, FAR = 64, 256, 2**62
 

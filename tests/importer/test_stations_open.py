@@ -11,8 +11,8 @@ from onnx.external_data_helper import load_external_data_for_model
 from onnxruntime import InferenceSession, SessionOptions
 
 from trt_kvcache.importer import prepare
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.pipeline import import_model
-from trt_kvcache.importer.plan import PlanOptions
 
 CHOSEN = ("stored/*", "sinks/*", "slopes/*")
 REFUSED = "stored/plain-torch/narrow_copy_legacy_op17"

@@ -14,7 +14,7 @@ from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.build_process import Job
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.cache_plan import PlanOptions, Target
 from trt_kvcache.plugins import embed
 
 

@@ -16,7 +16,7 @@ from real_bindings import NEWEST, ask
 from trt_kvcache.engine.builder import check_network
 from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.errors import BuildError
-from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
+from trt_kvcache.importer.cache_plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.messages import as_arguments
 from trt_kvcache.plugins.compile import nvrtc_version
 

@@ -17,8 +17,8 @@ from reference import tensor_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, plan_model
+from trt_kvcache.importer.cache_plan import PlanOptions, Route, Target
 from trt_kvcache.importer.families.plugin_route import operator_function
-from trt_kvcache.importer.plan import PlanOptions, Route, Target
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
 
 FULL = PlanOptions(target=Target.TENSORRT)

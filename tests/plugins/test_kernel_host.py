@@ -9,7 +9,7 @@ from host_kernel import HostKernels, Launch, compiler, sanitizer_flags
 from kernel_cases import FLOATS, Case, all_kernels, make_case, quantize_linear, varied
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

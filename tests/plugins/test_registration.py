@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from real_bindings import NEWEST, OLDEST, ask
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.operators import OPERATORS, Operator
 from trt_kvcache.plugins.spec import arguments
 

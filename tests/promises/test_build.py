@@ -8,7 +8,7 @@ import pytest
 from corpus import Entry, entries
 
 from trt_kvcache import BuildOptions, build_engine, plan_model
-from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.cache_plan import PlanOptions, Target
 
 
 def _built() -> list[Entry]:

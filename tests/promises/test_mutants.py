@@ -11,7 +11,7 @@ from corpus import Entry, entries
 from mutation_trials import VERIFY, judge, mutant
 from onnx import TensorProto
 
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 QUICK = replace(VERIFY, batch=2, tokens=2)
 PROMISED = net.promises().models

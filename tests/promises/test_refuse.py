@@ -11,7 +11,7 @@ from corpus import Entry, entries
 
 from trt_kvcache import build_engine, plan_model, rewrite_model
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.cache_plan import PlanOptions, Target
 
 OTHERS = [e for e in entries() if e[0] not in net.promises().models]
 REFUSED = ("odd/counts at 7", "case/in-op-cache", "stored/plain-torch/narrow_copy_legacy_op17")

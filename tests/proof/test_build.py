@@ -17,7 +17,7 @@ from trt_kvcache.engine.build_process import STAGES
 from trt_kvcache.engine.manifest import proof_path
 from trt_kvcache.errors import OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.progress import ProgressEvent
-from trt_kvcache.runtime.check import load_proof
+from trt_kvcache.runtime.proof_check import load_proof
 
 MODELS = Path(__file__).parents[1] / "models"
 SIZES = {"max_batch": 4, "max_chunk": 8}

@@ -27,10 +27,10 @@ from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
-from trt_kvcache.runtime import check as checking
 from trt_kvcache.runtime import locate
-from trt_kvcache.runtime.check import CheckReport, check_engine_on_gpu
+from trt_kvcache.runtime import proof_check as checking
 from trt_kvcache.runtime.locate import with_layer
+from trt_kvcache.runtime.proof_check import CheckReport, check_engine_on_gpu
 from trt_kvcache.runtime.trt.trt_runner import Bindings
 
 

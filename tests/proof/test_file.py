@@ -19,8 +19,8 @@ from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import load_manifest, proof_path
 from trt_kvcache.errors import ManifestError, TrtKvCacheError
 from trt_kvcache.importer import import_model
-from trt_kvcache.runtime.check import load_proof
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.proof_check import load_proof
 from trt_kvcache.runtime.replay import replay
 
 OTHERS = (-1, 0, 1 << 40, 2.5, float("nan"), "x", None, [], {})

@@ -11,7 +11,7 @@ from proof_engines import recorded, write_proved
 from trt_kvcache import DecodeSession
 from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.errors import VerificationError
-from trt_kvcache.importer.plan import CacheDtype, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheDtype, PlanOptions
 
 CONFIG = DecoderConfig(form="heads-major", layers=2, head_size=32)
 

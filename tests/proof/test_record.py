@@ -17,7 +17,7 @@ from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.compare.proof import Proof
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.protos import replace_field
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import replay

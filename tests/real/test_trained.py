@@ -29,8 +29,8 @@ from trt_kvcache.compare.proof import Proof
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import installed
 from trt_kvcache.model_paths import ENGINE
-from trt_kvcache.runtime.check import load_proof
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.proof_check import load_proof
 from trt_kvcache.runtime.replay import Replay, replay
 
 pytestmark = pytest.mark.slow

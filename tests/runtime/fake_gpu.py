@@ -18,7 +18,7 @@ from runtime.fake_tensorrt import VERSIONS, fake_module
 from trt_kvcache.engine import backend, diagnosis, engine_build
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
-from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.cache_plan import PlanOptions, Target
 from trt_kvcache.runtime.trt import trt_runner
 
 

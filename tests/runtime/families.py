@@ -27,8 +27,8 @@ from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.cache_plan import CacheDtype, CacheLayout, Fallback, Target
 from trt_kvcache.importer.check import Checked
-from trt_kvcache.importer.plan import CacheDtype, CacheLayout, Fallback, Target
 from trt_kvcache.runtime.ort import ort_runner
 
 Array = NDArray[Any]

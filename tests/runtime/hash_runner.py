@@ -15,7 +15,7 @@ import sample_plans
 from numpy.typing import NDArray
 
 from trt_kvcache.errors import SessionError
-from trt_kvcache.importer.plan import CachePlan, Role, StateUpdate, TensorRole, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, Role, StateUpdate, TensorRole, UpdateMode
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, StepBatch
 
 VOCAB = 97

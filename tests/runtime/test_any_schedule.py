@@ -21,7 +21,7 @@ from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner,
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, SlotError
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateMode
 from trt_kvcache.runtime import cache_rows as cache
 from trt_kvcache.runtime import prefix
 from trt_kvcache.runtime.continuation import Continuation

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import InvalidModelError, OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.families.encoders.files import decoder_start, find_encoder, find_first_step
+from trt_kvcache.importer.families.encoders.encoder_files import decoder_start, find_encoder, find_first_step
 
 CONFIG = GenerationConfig(max_new_tokens=10)
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16], [60])

@@ -16,7 +16,7 @@ from runtime.test_draft import Sometimes
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import SessionError, TrtKvCacheError
-from trt_kvcache.importer.plan import AdapterPlan
+from trt_kvcache.importer.cache_plan import AdapterPlan
 from trt_kvcache.runtime import cache_rows as cache
 from trt_kvcache.runtime import prefix
 from trt_kvcache.runtime.adapters import Adapter, AdapterSlots

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.token_inputs import PositionInput

@@ -12,7 +12,7 @@ from decoders import DecoderConfig, write_decoder
 from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.importer.plan import LogitPositions, PlanOptions
+from trt_kvcache.importer.cache_plan import LogitPositions, PlanOptions
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
 ALL = PlanOptions(logits=LogitPositions.ALL)

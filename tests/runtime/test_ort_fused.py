@@ -15,7 +15,7 @@ from mixtures import Mixture
 from onnx import ModelProto
 
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.runtime.ort import ort_runner
 from trt_kvcache.runtime.ort.cpu_model import fuse_attention, keep_experts
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner

@@ -27,7 +27,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.importer import import_model, quantize_caches
-from trt_kvcache.importer.plan import Route
+from trt_kvcache.importer.cache_plan import Route
 from trt_kvcache.plan import CacheDtype, Fallback, Target
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.verify import verify_import

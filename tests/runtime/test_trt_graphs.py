@@ -11,7 +11,7 @@ from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine
 
 from trt_kvcache.errors import SessionError
-from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.importer.cache_plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 

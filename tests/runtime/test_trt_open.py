@@ -19,7 +19,7 @@ from runtime.fake_tensorrt import VERSIONS, Invalidity, fake_module
 
 from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import Role, Target
+from trt_kvcache.importer.cache_plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.cuda import CudaBindings, Need, admit
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner

@@ -14,7 +14,7 @@ from runtime.interrupts import interrupted
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import SessionError
-from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheLayout, Fallback, PlanOptions
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner

@@ -17,7 +17,7 @@ from plain_graphs import plain_model
 from trt_kvcache import DecodeSession, build_engine, plan_model, rewrite_model, verify_model
 from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.plan import CacheLayout, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheLayout, PlanOptions
 
 CONFIG = DecoderConfig(form="heads-major")
 SHORT = VerifyOptions(batch=2, tokens=2)

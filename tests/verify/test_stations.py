@@ -23,7 +23,7 @@ from trt_kvcache.compare.rewritten_model import output_of
 from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CacheDtype, PlanOptions, UpdateMode
+from trt_kvcache.importer.cache_plan import CacheDtype, PlanOptions, UpdateMode
 from trt_kvcache.runtime.ort import ort_runner
 from trt_kvcache.verify import verify_import, verify_model
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from trt_kvcache.cli.options import AllOption, EngineArgument, JsonOption, file_flag
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.check import CheckReport
+    from trt_kvcache.runtime.proof_check import CheckReport
 
 
 def check(
@@ -30,7 +30,7 @@ def check(
     """
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.model_paths import engine_in
-    from trt_kvcache.runtime.check import check_engine_on_gpu
+    from trt_kvcache.runtime.proof_check import check_engine_on_gpu
 
     engine = engine_in(engine)
     report = check_engine_on_gpu(engine, {})

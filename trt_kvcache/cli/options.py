@@ -14,7 +14,7 @@ from trt_kvcache.cli.command import PLANNED
 from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.compare.costs import read_bandwidth
 from trt_kvcache.errors import InvalidModelError, OptionError
-from trt_kvcache.importer.plan import PlanOptions, Sliding
+from trt_kvcache.importer.cache_plan import PlanOptions, Sliding
 from trt_kvcache.model_paths import engine_named, is_model, model_named, runnable_named
 
 # With `readable`, typer itself would refuse a file, with its own message.

@@ -13,7 +13,14 @@ from trt_kvcache.cli.output import group_rows, human_bytes, shape_text
 from trt_kvcache.cli.plan_view import Part, cache_facts, dtype_text, mask_text, plan_parts, profile_parts
 from trt_kvcache.cli.summary import plan_lines
 from trt_kvcache.cli.verify import station_rows
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
+from trt_kvcache.importer.cache_plan import (
+    AttentionPlan,
+    CachePlan,
+    CacheUpdate,
+    OriginalRole,
+    OriginalTensor,
+    UpdateMode,
+)
 from trt_kvcache.page import Html, Point, chart, page, table, tag
 
 if TYPE_CHECKING:

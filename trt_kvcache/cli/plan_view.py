@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trt_kvcache.cli.output import group_rows, human_bytes, shape_text, table
 from trt_kvcache.compare.costs import StepCost, step_cost, usual_tokens
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, Mask, Role, UpdateForm
+from trt_kvcache.importer.cache_plan import AttentionPlan, CachePlan, CacheUpdate, Mask, Role, UpdateForm
 
 if TYPE_CHECKING:
     from rich.console import Console

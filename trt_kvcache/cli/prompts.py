@@ -191,7 +191,7 @@ class SourceFlags:
 
         Raises `OptionError` if no config names the token.
         """
-        from trt_kvcache.importer.families.encoders.files import decoder_start
+        from trt_kvcache.importer.families.encoders.encoder_files import decoder_start
 
         for place in (model, self.encoder):
             if place is not None and (token := decoder_start(place)) is not None:

@@ -12,7 +12,7 @@ from trt_kvcache.cli.options import ModelArgument, PlanFlags, output_flag
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from trt_kvcache.importer.plan import PlanOptions
+    from trt_kvcache.importer.cache_plan import PlanOptions
 
 _QUOTED = re.compile(r"'([^']*)'")
 

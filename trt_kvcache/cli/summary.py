@@ -14,7 +14,7 @@ from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, group_rows, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, dtype_text, shared_caches
 from trt_kvcache.engine.backend import can_build
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode
 from trt_kvcache.model_paths import folder_of, is_model
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trt_kvcache.compare.verify_report import VerifyReport
-    from trt_kvcache.importer.plan import PlanOptions
+    from trt_kvcache.importer.cache_plan import PlanOptions
 
 
 @flags_of(VerifyOptions)

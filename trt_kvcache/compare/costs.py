@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, cache_bytes
+from trt_kvcache.importer.cache_plan import CachePlan, cache_bytes
 
 __all__ = ["GPUS", "StepCost", "read_bandwidth", "step_cost", "usual_tokens"]
 

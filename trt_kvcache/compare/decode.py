@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.compare.differences import share_of_logits
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, Limits
 
 __all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces"]

@@ -21,10 +21,10 @@ from trt_kvcache.compare.text_inputs import TextInputs, by_position, guessed
 from trt_kvcache.cpu import RunError, lean_options, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
 from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.drawn_inputs import read_limits

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateMode
 from trt_kvcache.plugins.operators import Operator
 
 __all__ = ["Network", "NetworkError", "Node", "UnknownLayerError"]

@@ -29,8 +29,8 @@ from trt_kvcache.compare.text_inputs import TextInputs, token_table
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.families import for_cpu
-from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes

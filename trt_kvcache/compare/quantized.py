@@ -15,7 +15,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions
+from trt_kvcache.importer.cache_plan import CacheDtype, CachePlan, PlanOptions
 from trt_kvcache.importer.protos import copied, replace_field
 
 __all__ = ["hadamard", "with_numbers", "with_quantized_rows"]

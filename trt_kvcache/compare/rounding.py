@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.compare.differences import Share
-from trt_kvcache.importer.plan import CacheDtype
+from trt_kvcache.importer.cache_plan import CacheDtype
 from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.steps.element_types import all_types
 

@@ -13,7 +13,7 @@ from functools import cache
 
 from trt_kvcache.engine.build_options import CURRENT, BuildOptions
 from trt_kvcache.errors import BackendError, OptionError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 
 
 @dataclass(frozen=True)

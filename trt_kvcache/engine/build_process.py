@@ -19,8 +19,8 @@ from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.cache_plan import CachePlan, Target
 from trt_kvcache.importer.files.flipped import Flipped
-from trt_kvcache.importer.plan import CachePlan, Target
 from trt_kvcache.messages import visible
 from trt_kvcache.progress import ProgressEvent
 

@@ -29,9 +29,9 @@ from trt_kvcache.engine.manifest import NO_PROOF
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.cache_plan import TENSORRT_DTYPES, CachePlan, Dim, Route, Target, TensorRole
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.importer.plan import TENSORRT_DTYPES, CachePlan, Dim, Route, Target, TensorRole
 from trt_kvcache.importer.planning.cache_plans import without_plugin
 
 if TYPE_CHECKING:

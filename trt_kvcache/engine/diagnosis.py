@@ -12,7 +12,7 @@ from typing import Any
 
 from trt_kvcache import __version__
 from trt_kvcache.engine.backend import RTX_COMPUTE_CAPABILITIES, release
-from trt_kvcache.importer.plan import Route
+from trt_kvcache.importer.cache_plan import Route
 
 _PACKAGES = {
     "onnx": "reading and rewriting models",

@@ -25,7 +25,7 @@ from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, enco
 from trt_kvcache.engine.profiles import Limits, make_encoder_profile, make_profiles, resolve_limits, without_shapes
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, TensorRole, UpdateContract
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Role, Target, TensorRole, UpdateContract
 from trt_kvcache.machine import shortage
 from trt_kvcache.progress import ProgressEvent, listener
 
@@ -507,7 +507,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 
     Raises `OptionError` if `build` names an encoder that does not exist, or that the decoder does not use.
     """
-    from trt_kvcache.importer.families.encoders.files import find_encoder, named_encoder
+    from trt_kvcache.importer.families.encoders.encoder_files import find_encoder, named_encoder
 
     if build.encoder == "none":
         return None
@@ -528,7 +528,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     Raises `ModelError` for an unusable encoder, and `OptionError` if the named encoder is missing or unused, or the
     longest source (encoder input) is unknown or exceeds the encoder's table of positions.
     """
-    from trt_kvcache.importer.families.encoders.files import find_first_step
+    from trt_kvcache.importer.families.encoders.encoder_files import find_first_step
     from trt_kvcache.importer.families.encoders.model import import_encoder
     from trt_kvcache.importer.families.encoders.positions import check_positions, count_positions, most_ids
 

@@ -12,7 +12,7 @@ from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.importer.plan import Route, TensorRole
+from trt_kvcache.importer.cache_plan import Route, TensorRole
 from trt_kvcache.model_paths import engine_in
 
 # Names of TensorRT's DataType that differ from ONNX's by more than case.

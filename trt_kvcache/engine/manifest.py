@@ -13,7 +13,7 @@ from blake3 import blake3
 from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import ManifestError, OptionError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.messages import human_bytes
 from trt_kvcache.model_paths import engine_in
 from trt_kvcache.page import Html, table, tag

@@ -23,8 +23,8 @@ from trt_kvcache.compare.network_comparison import NetworkComparison, compare_as
 from trt_kvcache.engine.backend import PACKAGES, Backend, installed_version
 from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parsed
 from trt_kvcache.errors import BackendError, BuildError
+from trt_kvcache.importer.cache_plan import CachePlan, Target
 from trt_kvcache.importer.files.flipped import Flipped
-from trt_kvcache.importer.plan import CachePlan, Target
 
 if TYPE_CHECKING:
     from trt_kvcache.importer import ImportedModel

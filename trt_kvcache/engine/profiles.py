@@ -21,7 +21,7 @@ from typing import Any
 from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions
 from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, TensorRole
+from trt_kvcache.importer.cache_plan import CachePlan, TensorRole
 from trt_kvcache.messages import shape_text
 
 _SHAPES = {"--minShapes": "min_shapes", "--optShapes": "opt_shapes", "--maxShapes": "max_shapes"}

@@ -23,7 +23,7 @@ from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason, warnings_in
 from trt_kvcache.export.twins import Twin, Verdict, judge_weights
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
 from trt_kvcache.machine import free_memory
 from trt_kvcache.model_paths import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase

@@ -25,8 +25,8 @@ from trt_kvcache.errors import TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.files import read_object
 from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
 from trt_kvcache.importer.capacity import usual_capacity
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
 
 __all__ = ["TOLERANCE", "Twin", "Verdict", "decode_exported", "difference"]
 

@@ -9,7 +9,7 @@
     patch_network   set what only TensorRT's parsed network has       patch
 
 `pipeline` calls all of these except the last, in this order. It loads `families` only for models that need them. Public
-names load on first use, so that manifests can use `trt_kvcache.importer.plan` without ONNX.
+names load on first use, so that manifests can use `trt_kvcache.importer.cache_plan` without ONNX.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.cache_plan import Dim
 from trt_kvcache.importer.protos import FLOATS as FLOATS
 from trt_kvcache.importer.protos import Array
 

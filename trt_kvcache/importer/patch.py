@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trt_kvcache.errors import BuildError
-from trt_kvcache.importer.plan import AttentionKind, CachePlan
+from trt_kvcache.importer.cache_plan import AttentionKind, CachePlan
 
 
 def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: bool = False) -> None:

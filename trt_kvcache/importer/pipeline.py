@@ -18,14 +18,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.arguments import as_options
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import families
-from trt_kvcache.importer.capacity import longest_text, usual_capacity
-from trt_kvcache.importer.check import Checked, check_rewrite, start_process
-from trt_kvcache.importer.emit.canonical_nodes import Findings
-from trt_kvcache.importer.files.signed_weights import for_tensorrt
-from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
-from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
-from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     CachePlan,
     CacheUpdate,
     Dim,
@@ -39,6 +32,13 @@ from trt_kvcache.importer.plan import (
     UpdateContract,
     UpdateForm,
 )
+from trt_kvcache.importer.capacity import longest_text, usual_capacity
+from trt_kvcache.importer.check import Checked, check_rewrite, start_process
+from trt_kvcache.importer.emit.canonical_nodes import Findings
+from trt_kvcache.importer.files.signed_weights import for_tensorrt
+from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
+from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
+from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
 from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
 from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
 from trt_kvcache.importer.planning.experts import EXPERTS

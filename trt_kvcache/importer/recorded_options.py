@@ -16,7 +16,7 @@ import onnx
 
 from trt_kvcache.arguments import shown
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
+from trt_kvcache.importer.cache_plan import CachePlan, Dim, PlanOptions
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _RECORD = "trt_kvcache.options"

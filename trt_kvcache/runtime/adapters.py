@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trt_kvcache.arguments import shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SlotError
-from trt_kvcache.importer.plan import AdapterPlan, AdapterProduct, CachePlan, PlanOptions
+from trt_kvcache.importer.cache_plan import AdapterPlan, AdapterProduct, CachePlan, PlanOptions
 from trt_kvcache.lora import FUSED, LoraFolder, LoraModule, list_names, module_key, open_lora
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.runner import Array, Runner

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, Dim, UpdateMode
 
 
 def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:

@@ -30,7 +30,7 @@ from trt_kvcache.arguments import as_path
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError, SlotError
 from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.cache_rows import CacheRows

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import CapacityError, SlotError
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapter
 from trt_kvcache.runtime.buffers import carried_caches, linear_capacity, why_no_return
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants

@@ -10,7 +10,7 @@ import numpy as np
 from trt_kvcache.arguments import as_list, as_options
 from trt_kvcache.errors import CapacityError, OptionError, PromptError
 from trt_kvcache.importer import families
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.token_inputs import read_ids

@@ -24,11 +24,11 @@ from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, 
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity, identify
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.cache_plan import Role, Target, TensorRole
 from trt_kvcache.importer.families import for_cpu
-from trt_kvcache.importer.plan import Role, Target, TensorRole
 from trt_kvcache.importer.protos import copied, dtype_name, elem_type_of, shape_of
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.check import CheckReport, load_proof
+from trt_kvcache.runtime.proof_check import CheckReport, load_proof
 from trt_kvcache.runtime.replay import replay, rows_needed
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, model_identity

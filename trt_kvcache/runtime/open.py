@@ -10,7 +10,7 @@ from typing import Any
 from trt_kvcache.arguments import as_options, as_path, as_whole, shown
 from trt_kvcache.engine.engine_folder import sampling_beside
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.model_paths import engine_in, is_model
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
@@ -197,7 +197,7 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
             path, plan_options, max_batch=options.max_batch, max_chunk=options.max_chunk, threads=cpu.threads,
             default_capacity=cpu.default_capacity,
         )  # fmt: skip
-    from trt_kvcache.runtime.check import prove
+    from trt_kvcache.runtime.proof_check import prove
     from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
     gpu = options.gpu or GpuOptions()

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.buffers import carried_buffers, why_no_return
 from trt_kvcache.runtime.encoders.constants import ConstantInputs

@@ -20,7 +20,7 @@ from trt_kvcache.compare.rewritten_model import TextCaches
 from trt_kvcache.compare.text_inputs import token_table
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.runtime.buffers import Carried, carried_buffers, linear_capacity
 from trt_kvcache.runtime.encoders.constants import ConstantInputs

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float

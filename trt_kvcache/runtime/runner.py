@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.input_values import axis_sizes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.generation.token_masks import Masks

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trt_kvcache.arguments import as_list, as_options, as_path, as_switch, as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
 from trt_kvcache.model_paths import engine_in, is_model, runnable_named
 from trt_kvcache.page import Html, tag

@@ -17,7 +17,7 @@ from blake3 import blake3
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.input_values import (
     axes_with_planes,
     by_token,

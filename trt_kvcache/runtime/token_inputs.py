@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache.arguments import shown
 from trt_kvcache.errors import PromptError
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.input_values import axes_with_planes, fixed_length, named_axes
 
 

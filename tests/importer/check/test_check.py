@@ -22,9 +22,9 @@ from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
+from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.check.hashed_graph import Graph as CheckedGraph
-from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)

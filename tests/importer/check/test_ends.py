@@ -14,8 +14,8 @@ from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.check import check_rewrite
-from trt_kvcache.importer.plan import PlanOptions
 
 ROWS = 8
 DTYPES = {

@@ -19,11 +19,11 @@ from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, pipeline, plan_model, rewrite_model
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.check import check_rewrite, checker
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shrunk_weights import bytes_read
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 

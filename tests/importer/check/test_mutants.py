@@ -18,7 +18,7 @@ from stored import MODELS, edited
 from verify import mistakes as m
 
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.cache_plan import PlanOptions
 
 QUICK = replace(VERIFY, batch=2, tokens=2)
 

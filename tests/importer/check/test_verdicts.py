@@ -15,10 +15,10 @@ from onnx import numpy_helper
 from verify import mistakes as m
 
 from trt_kvcache.importer import ImportedModel, import_model, pipeline
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.check import checker, verdicts
 from trt_kvcache.importer.check import region_comparison as running
 from trt_kvcache.importer.check.verdicts import Verdicts, keeping, open_verdicts
-from trt_kvcache.importer.plan import PlanOptions
 
 PLAN = PlanOptions(capacity=256)
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has rights of another kind")

@@ -30,7 +30,7 @@ import onnx
 
 from trt_kvcache.child import Child, ChildError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
 from trt_kvcache.importer.recorded_options import misfit
 from trt_kvcache.progress import ProgressEvent, phase, tell
 

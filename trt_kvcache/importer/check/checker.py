@@ -15,6 +15,7 @@ import onnx
 
 from trt_kvcache.child import Caller, serve
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.check import Request, Verdict
 from trt_kvcache.importer.check.mixing import find_mixing
 from trt_kvcache.importer.check.models import pair_models
@@ -23,7 +24,6 @@ from trt_kvcache.importer.check.region_comparison import compare_region
 from trt_kvcache.importer.check.shrunk_weights import bytes_read, drawn, has_caches, shrunk
 from trt_kvcache.importer.check.verdicts import keeping, open_verdicts
 from trt_kvcache.importer.files.links import read_data
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import copied

@@ -18,10 +18,10 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.models import ModelPair, check_interface
 from trt_kvcache.importer.check.symbolic_shapes import Kind, Kinds, Term
-from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.cache_contents import find_caches, fixed_rows
 from trt_kvcache.importer.weights import storage
@@ -214,9 +214,9 @@ def _region(
     would contain the embedding table, because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
-    stops = [dict(stop) for stop in stops]
-    for stop, name in product(stops, outputs):
-        stop.pop(name, None)
+    stops = copies = [dict(stop) for stop in stops]
+    for copy, name in product(copies, outputs):
+        copy.pop(name, None)
     passed: tuple[set[str], set[str]] = (set(outputs), set(outputs))
     while True:
         cones = [graph.cone(outputs, stop) for graph, stop in zip(pair.sides, stops, strict=True)]

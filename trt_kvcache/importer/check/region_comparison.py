@@ -10,6 +10,7 @@ import numpy as np
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
@@ -26,7 +27,6 @@ from trt_kvcache.importer.check.tolerances import (
     tolerances,
 )
 from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits

@@ -15,13 +15,13 @@ from pathlib import Path
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.cache_plan import PlanOptions, Sliding
 from trt_kvcache.importer.emit.canonical_nodes import Canonical, Findings
 from trt_kvcache.importer.emit.computed_keys import Computed
 from trt_kvcache.importer.emit.past_lengths import NOTE, check_readers, drop_copies, free_positions, free_shapes
 from trt_kvcache.importer.emit.ring_windows import Rings, make_circular, slide
 from trt_kvcache.importer.graph import INT32, INT64, consumers, contains, elem_type, tidy
 from trt_kvcache.importer.interface.exported_interface import find_changes
-from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.importer.recognize import Recognized, recognize
 from trt_kvcache.importer.recognize.records import Attention
 from trt_kvcache.importer.recognize.sample_steps import Samples

@@ -21,6 +21,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import OriginalRole
 from trt_kvcache.importer.emit.canonical_nodes import Canonical
 from trt_kvcache.importer.graph import (
     FLOAT,
@@ -37,7 +38,6 @@ from trt_kvcache.importer.graph import (
     tidy,
 )
 from trt_kvcache.importer.interface.exported_interface import Interface
-from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples

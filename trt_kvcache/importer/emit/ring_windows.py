@@ -29,6 +29,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.emit.canonical_nodes import Findings, emit_visible
 from trt_kvcache.importer.graph import (
     Emitter,
@@ -42,7 +43,6 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.operators import VIEWS
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.attention_plans import reads_columns
 
 

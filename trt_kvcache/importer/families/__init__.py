@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.operators import INTEGER_PRODUCTS, QUANTIZES
-from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of, iter_scopes
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.families import Finish
-from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import constants_of, copied, dtype_name, elem_type_of, is_op, replace_field, shape_of
 from trt_kvcache.importer.simplify import simplify
 

@@ -27,6 +27,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.families import is_update_outside_onnx
 from trt_kvcache.importer.graph import (
     INT32,
@@ -43,7 +44,6 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.lower.body import parse
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
 from trt_kvcache.importer.rewrite.cache_updates import first_rows
 from trt_kvcache.importer.simplify import OPSET

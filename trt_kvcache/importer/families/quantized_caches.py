@@ -42,9 +42,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import families
-from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, free_name, is_op, small_constant
-from trt_kvcache.importer.interface.exported_interface import in_words
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     CacheDtype,
     CachePlan,
     CacheUpdate,
@@ -60,6 +58,8 @@ from trt_kvcache.importer.plan import (
     cache_bytes,
     dtype_bits,
 )
+from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, free_name, is_op, small_constant
+from trt_kvcache.importer.interface.exported_interface import in_words
 from trt_kvcache.importer.planning.cache_plans import NATIVE_DTYPES
 
 _ROW = 2

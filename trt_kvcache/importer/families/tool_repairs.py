@@ -35,9 +35,9 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.families import Finish
 from trt_kvcache.importer.interface.exported_interface import in_words
-from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     FLOATS,

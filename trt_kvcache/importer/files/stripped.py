@@ -25,8 +25,8 @@ from onnx import FunctionProto, ModelProto, TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_object
+from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.files.source import SourceModel
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.protos import byte_size, copied, dtype_name, iter_scopes, iter_tensors, sliced_squares
 
 _MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from onnx import ModelProto, ValueInfoProto
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
+from trt_kvcache.importer.cache_plan import Role, TensorRole
 from trt_kvcache.importer.interface.role_evidence import Fact, GraphIndex, Known, facts, fits, name_axes, open_axes
 from trt_kvcache.importer.interface.role_patterns import NamePattern, example, load_patterns, shipped_patterns
-from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 __all__ = ["NOTHING", "Known", "carry_roles", "find_roles", "open_axes"]

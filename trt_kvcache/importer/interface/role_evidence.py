@@ -15,8 +15,8 @@ import numpy as np
 from onnx import GraphProto, ModelProto
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import Dim, Role, TensorRole
 from trt_kvcache.importer.operators import NORMS, VIEWS
-from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.protos import (
     FLOATS,
     INTEGERS,

@@ -24,7 +24,7 @@ import yaml
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_file
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.cache_plan import Role
 from trt_kvcache.resources import resource_dir
 
 _FROM_GRAPH = (Role.CACHE, Role.SPAN, Role.STATE, Role.ADAPTER, Role.ADAPTER_WEIGHTS)

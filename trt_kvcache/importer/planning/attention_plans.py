@@ -17,6 +17,16 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.cache_plan import (
+    AttentionKind,
+    AttentionPlan,
+    CacheUpdate,
+    Dim,
+    Mask,
+    PlanOptions,
+    SpanInput,
+    UpdateMode,
+)
 from trt_kvcache.importer.graph import (
     NAME_PREFIX,
     consumers,
@@ -31,16 +41,6 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.operators import PASSES, RESHAPES
-from trt_kvcache.importer.plan import (
-    AttentionKind,
-    AttentionPlan,
-    CacheUpdate,
-    Dim,
-    Mask,
-    PlanOptions,
-    SpanInput,
-    UpdateMode,
-)
 from trt_kvcache.importer.planning.rows_in_use import row_slices
 from trt_kvcache.importer.protos import FLOATS
 

@@ -14,9 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, dims, dtype_name, input_or_none, is_op, small_constant
-from trt_kvcache.importer.operators import PASSES
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     TENSORRT_DTYPES,
     CacheLayout,
     CacheUpdate,
@@ -31,6 +29,8 @@ from trt_kvcache.importer.plan import (
     UpdateForm,
     UpdateMode,
 )
+from trt_kvcache.importer.graph import consumers, contains, dims, dtype_name, input_or_none, is_op, small_constant
+from trt_kvcache.importer.operators import PASSES
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice
 from trt_kvcache.importer.protos import TENSORRT_UPDATE
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.operators import PASSES
-from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import constants_of, int_attribute
 
 _SHIFTING = {"Add": 1, "Sub": -1}

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.cache_plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.graph import contains, dims, free_name, inputs_behind, is_op, producer, small_constant
 from trt_kvcache.importer.operators import NORMS
-from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
 
 _OTHERS = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")

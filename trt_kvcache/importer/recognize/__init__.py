@@ -25,9 +25,9 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.cache_plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
 from trt_kvcache.importer.interface.exported_interface import Interface
-from trt_kvcache.importer.plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.protos import Array, copied, elem_type_of, is_op, shape_of
 from trt_kvcache.importer.recognize.attention_reader import Reader, reading_step
 from trt_kvcache.importer.recognize.carried import find_caches, find_states, stack_in_words, state_inner_sizes

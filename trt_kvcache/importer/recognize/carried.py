@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import Dim, StateUpdate
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT32,
@@ -37,7 +38,6 @@ from trt_kvcache.importer.graph import (
     is_op,
     producer,
 )
-from trt_kvcache.importer.plan import Dim, StateUpdate
 from trt_kvcache.importer.recognize.records import Cache
 
 _PASTS, _PRESENTS = (4, 5), (1, 2)

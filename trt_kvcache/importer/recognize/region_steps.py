@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.cache_plan import OriginalRole
 from trt_kvcache.importer.interface.exported_interface import Interface
-from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.protos import INTEGERS, Array
 from trt_kvcache.importer.recognize.records import Cache, FartherError, RecognizeError, UnknownError
 from trt_kvcache.importer.recognize.regions import Region

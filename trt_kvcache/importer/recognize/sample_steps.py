@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.interface.role_evidence import place_positions
-from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.probe import Blueprint, Probe, Shape
 

@@ -23,8 +23,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer import families
+from trt_kvcache.importer.cache_plan import CachePlan, Role, Route
 from trt_kvcache.importer.graph import INT64, Emitter, dims, is_op, small_constant, tidy
-from trt_kvcache.importer.plan import CachePlan, Role, Route
 from trt_kvcache.importer.planning.attention_plans import nodes_before_scans
 from trt_kvcache.importer.rewrite.attention_nodes import rewrite_attention
 from trt_kvcache.importer.rewrite.cache_updates import rewrite_caches

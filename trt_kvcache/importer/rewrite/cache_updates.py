@@ -13,8 +13,8 @@ from functools import partial
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, input_or_none, is_op, replace_uses
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.planning.cache_plans import split_heads, to_heads_major
 from trt_kvcache.plugins.operators import NAMESPACE
 

@@ -17,7 +17,15 @@ import onnx
 
 from trt_kvcache.dtypes import PLAIN, array_dtype
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, PhysicalLayout, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.cache_plan import (
+    CachePlan,
+    CacheUpdate,
+    OriginalRole,
+    PhysicalLayout,
+    Role,
+    TensorRole,
+    UpdateMode,
+)
 from trt_kvcache.importer.protos import Array
 
 _POOL = 1 << 19  # random numbers in a pool; larger caches repeat them

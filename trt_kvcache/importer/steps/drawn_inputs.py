@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.cache_plan import (
+    CachePlan,
+    OriginalRole,
+    OriginalTensor,
+    Role,
+    SpanInput,
+    TensorRole,
+    UpdateMode,
+)
 from trt_kvcache.importer.interface.role_evidence import place_positions
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import numpy_dtype, size_of

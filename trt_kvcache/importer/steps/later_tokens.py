@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Mask, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Mask, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches

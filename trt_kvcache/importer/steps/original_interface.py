@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
+from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
 from trt_kvcache.importer.steps.drawn_inputs import arrange, rows_together

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.dtypes import PLAIN
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.protos import copied, is_op, iter_scopes, iter_tensors, replace_field
 from trt_kvcache.importer.steps.element_types import all_types, state_type
 

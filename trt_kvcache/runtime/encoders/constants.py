@@ -14,7 +14,7 @@ import numpy as np
 from trt_kvcache.arguments import shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.importer.cache_plan import CachePlan, Role, TensorRole
 from trt_kvcache.runtime.trt.cuda import DeviceArray
 
 Array = np.ndarray[Any, np.dtype[Any]]

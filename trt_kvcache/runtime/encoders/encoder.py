@@ -15,7 +15,8 @@ import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.families.encoders.files import find_encoder, find_first_step, named_encoder
+from trt_kvcache.importer.cache_plan import Role, TensorRole
+from trt_kvcache.importer.families.encoders.encoder_files import find_encoder, find_first_step, named_encoder
 from trt_kvcache.importer.families.encoders.outputs import (
     HIDDEN,
     IDS,
@@ -27,7 +28,6 @@ from trt_kvcache.importer.families.encoders.outputs import (
     take_first_branch,
 )
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.runtime.encoders.source_reader import SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import PromptError
-from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.cache_plan import Dim
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Source = str | Sequence[int] | Mapping[str, Any]

@@ -28,10 +28,10 @@ import onnx_graphsurgeon as gs
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.cache_plan import AttentionPlan, CachePlan, Mask, Role, UpdateMode
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
 from trt_kvcache.importer.lower import CONTRIB
 from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, Mask, Role, UpdateMode
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
 from trt_kvcache.importer.protos import is_op as is_proto_op

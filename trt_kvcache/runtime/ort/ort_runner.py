@@ -17,7 +17,7 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_caches
-from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
+from trt_kvcache.importer.cache_plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.runner import Array, HostBytes
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken

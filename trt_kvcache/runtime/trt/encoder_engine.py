@@ -11,7 +11,7 @@ from typing import Any
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
 from trt_kvcache.errors import BackendError, ManifestError, PromptError, SessionError
-from trt_kvcache.importer.plan import TensorRole
+from trt_kvcache.importer.cache_plan import TensorRole
 from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.trt.context import Context, ContextFactory

@@ -14,7 +14,7 @@ from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.inspection import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.cache_plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda
 
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")

@@ -10,7 +10,7 @@ import numpy as np
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.runtime.buffers import Carried
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.runner import Array, HostBytes, Logits, StepBatch

@@ -22,9 +22,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.families.adapters.adapter_weights import Contents, module_names
-from trt_kvcache.importer.graph import free_name
-from trt_kvcache.importer.plan import (
+from trt_kvcache.importer.cache_plan import (
     AdapterPart,
     AdapterPlan,
     AdapterProduct,
@@ -34,6 +32,8 @@ from trt_kvcache.importer.plan import (
     Role,
     TensorRole,
 )
+from trt_kvcache.importer.families.adapters.adapter_weights import Contents, module_names
+from trt_kvcache.importer.graph import free_name
 from trt_kvcache.importer.protos import FLOATS, constants_of, dtype_name, is_op, readers_of, replace_field, shape_of
 from trt_kvcache.importer.simplify import infer_shapes
 from trt_kvcache.lora import FUSED, list_names, module_key

@@ -21,6 +21,7 @@ import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, Dim, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.families.encoders.outputs import (
     HIDDEN,
     IDS,
@@ -33,7 +34,6 @@ from trt_kvcache.importer.families.encoders.outputs import (
 )
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.graph import Emitter, dims, dtype_name, elem_type, export_inferred, fold_identities
-from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.planning.attention_plans import analyze_attention
 from trt_kvcache.importer.planning.cache_plans import check_dtypes
 from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
