@@ -219,7 +219,7 @@ class StepInputs:
         """Write the values that ``arrays()`` returns into existing arrays of the right shapes and dtypes."""
         for tensor in self._inputs:
             target = into[tensor.name]
-            target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
+            target[...] = self._values(tensor, batch, target.shape)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
         """Return shapes of the inputs in `arrays`, spans (cache rows to read) and constants; compute no values."""
@@ -228,30 +228,31 @@ class StepInputs:
         constants = {name: (batch.rows, *array.shape[1:]) for name, array in given.items()}
         return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
-    def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """Return the values of one input, in a shape that broadcasts to the input's shape."""
+    def _values(self, tensor: TensorRole, batch: StepBatch, shape: tuple[int, ...]) -> Array:
+        """Return the values of one input of the shape `shape`."""
         role, dtype = tensor.role, self._dtypes[tensor.name]
         if tensor.embedded:
-            return _embeds(batch, tensor)
+            return _embeds(batch, tensor, shape)
         if role is Role.TOKENS:
-            return place(by_token(batch.tokens, tensor), tensor.axes)
+            return place(by_token(batch.tokens, tensor), shape, tensor.axes)
         if role is Role.POSITIONS and batch.positions is not None:
-            return _positions(batch.positions, tensor)
+            return _positions(batch.positions, tensor, shape)
         if role is Role.ADAPTER and batch.adapters is not None:
-            return place((batch.adapters, ("batch",)), tensor.axes)
+            return place((batch.adapters, ("batch",)), shape, tensor.axes)
         if role in (Role.ZEROS, Role.ADAPTER):
-            return np.zeros([1] * len(tensor.shape), dtype)
+            return np.zeros(shape, dtype)
         if role is Role.MASK:
             circular = any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
             ring = self._reach[tensor.name] if circular else None
-            held, new = newest_tokens(batch.starts, batch.length, keys, ring)
+            held, new = newest_tokens(batch.starts, batch.length, shape[-1], ring)
             visible = (held >= 0) & (held <= new)
             if dtype.kind not in "iub":  # a bias that is added to the scores: finite, because all keys may be hidden
                 visible = np.where(visible, 0.0, float(ml_dtypes.finfo(dtype).min))  # type: ignore[no-untyped-call]
-            return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
-        known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
+            return place((visible, ("batch", "sequence", "keys")), shape, tensor.axes)
+        valid = np.minimum(batch.starts + batch.length, self._reach[tensor.name])
+        known = from_lengths(role, batch.starts, batch.length, valid)
         assert known, role  # `_check` refuses other roles
-        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, tensor.axes)
+        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, shape, tensor.axes)
 
     def _shape(self, tensor: TensorRole, batch: StepBatch) -> tuple[int, ...]:
         known = batch.sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
@@ -373,25 +374,25 @@ class StepInputs:
             )
 
 
-def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the step's embeddings in a shape that broadcasts to the input; `SessionError` if there are none."""
+def _embeds(batch: StepBatch, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+    """Return the step's embeddings in the input's shape; raises `SessionError` if there are none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
             "up embeddings: DecodeSession(runner, embeddings=...)"
         )
     values, names = by_token(batch.embeds, tensor)
-    return place((values, (*names, "width")), (*tensor.axes[:-1], "width"))
+    return place((values, (*names, "width")), shape, (*tensor.axes[:-1], "width"))
 
 
-def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` (planes: positions per token) in a shape that fits the input."""
+def _positions(values: Array, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+    """Return the caller's positions ``[R, planes, S]`` (planes: positions per token) in the input's shape."""
     if len(tensor.shape) < 3:
-        return place(by_token(values[:, 0], tensor), tensor.axes)
+        return place(by_token(values[:, 0], tensor), shape, tensor.axes)
     if "tokens" not in tensor.axes:
-        return place((values, ("batch", "planes", "sequence")), axes_with_planes(tensor))
+        return place((values, ("batch", "planes", "sequence")), shape, axes_with_planes(tensor))
     flat = values.transpose(1, 0, 2).reshape(values.shape[1], -1)
-    return place((flat, ("planes", "tokens")), axes_with_planes(tensor))
+    return place((flat, ("planes", "tokens")), shape, axes_with_planes(tensor))
 
 
 def why_no_session(plan: CachePlan) -> str:
