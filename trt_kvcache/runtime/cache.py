@@ -1,4 +1,4 @@
-"""The caches of a session for its callers, who acquire, copy, crop, save and offload slots."""
+"""The KV caches of a session, as its callers use them: acquire, copy, crop, save and offload sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trt_kvcache.runtime.token_inputs import read_ids
 
 
 class KVCache:
-    """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
+    """The KV caches of a session, of fixed capacity, and the sequences in them. Any thread may call any method.
 
     A *slot* is the number that names a sequence. A slot has a batch row in every cache buffer, unless it was offloaded.
     """

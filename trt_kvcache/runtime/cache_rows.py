@@ -1,7 +1,7 @@
 """Keeps track of the batch row of each sequence, and of how far each batch row is written.
 
-A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. The first
-`length` tokens of a slot are in the cache; the others wait to be written.
+A *slot* is the number that names a sequence. Its batch row, the place in every cache buffer, may change. The first
+`length` tokens of a slot are in the cache; the other tokens wait to be written.
 """
 
 from __future__ import annotations
@@ -193,10 +193,10 @@ class CacheRows:
             "the session with a larger max_sequences"
         )
 
-    # --- what the loop writes
+    # --- tokens that the decode loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot; results are those of one token per step."""
+        """Return the most tokens that one step may write to a slot without other results than in single steps."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
@@ -216,7 +216,7 @@ class CacheRows:
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
     def check(self, slot: Slot, what: str) -> None:
-        """Raise `CapacityError` if a sequence is too long for caches, positions or one step. Errors name it `what`."""
+        """Raise `CapacityError` if a sequence is too long for the caches, the positions or a step; `what` names it."""
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
@@ -240,14 +240,14 @@ class CacheRows:
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Record that a step wrote `tokens` waiting tokens of a slot, and then `guesses` guesses, to the cache."""
+        """Record that a step wrote the next `tokens` tokens of a slot to the cache, and then `guesses` guesses."""
         entry = self.slots[slot]
         length = entry.length + tokens
         written, embeds = max(entry.written, length + guesses), entry.embeds.within(length)
         self.slots[slot] = replace(entry, length=length, written=written, embeds=embeds, used=self._tick())
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """Append the tokens chosen in a step to their slot, and zero the cache rows of its `rejected` guesses.
+        """Append chosen tokens to a slot, and zero the cache rows of the last step's `rejected` guesses.
 
         `tokens` are correct guesses, already in the cache. `after` has the last chosen token, not yet in the cache.
         """
@@ -373,7 +373,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a batch row. The row becomes free when it ends."""
+        """Return True if a running sequence has a batch row, which becomes free at its end."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The continuation of one prompt: all data of a running sequence except its cache rows."""
+"""The state of a running sequence, except its cache rows: tokens, settings, random numbers and text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Continuation:
-    """Continues one prompt: chooses tokens from logits, makes the events, and decides when to end. It touches no cache.
+    """Continues one prompt: chooses tokens from logits, makes the events, and decides when to end. Uses no caches.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -118,7 +118,7 @@ class Continuation:
     def guesses(self, most: int) -> int:
         """Return how many tokens (at most `most`) to guess for the next update; 0: do not guess."""
         count = self.config.prompt_lookup_num_tokens or self.assisted
-        # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
+        # A step gives one token more than it has guesses, and guesses beyond the end of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:

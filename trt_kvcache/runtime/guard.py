@@ -60,8 +60,6 @@ class Guard:
 
 
 class _Open:
-    """A context manager that raises an error if the session is closed."""
-
     def __init__(self) -> None:
         self.closed = False
 

@@ -85,7 +85,7 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the cache rows of these blocks (a sequence's first tokens) to a batch row of every cache."""
+        """Write the cache rows of `blocks`, which `find` returned, to the start of a batch row in every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
@@ -113,7 +113,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """Return the index of free memory for one more block; None if a block in `keep` would have to be dropped."""
+        """Return the index of memory for a new block; None if this would replace a block in `keep`."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))
@@ -127,7 +127,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """Return the names of the first blocks: digests of the adapter and of all tokens up to each block's end."""
+    """Return the names of the first `blocks` blocks: digests of the adapter and of all tokens up to the block's end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()

@@ -227,7 +227,6 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
 
 
 def _driver(cuda: tuple[int, int]) -> str:
-    """Return the CUDA version of the driver and, if the system tells it, the driver's own version, as text."""
     try:
         match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:  # not on Linux

@@ -95,7 +95,7 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Checks the prompts of callers, and turns texts into token ids. `why` is the reason if there is no tokenizer."""
+    """Checks the prompts of callers, and turns texts into token ids. `why` says why there is no tokenizer, if so."""
 
     def __init__(
         self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""

@@ -35,7 +35,7 @@ from trt_kvcache.runtime.generation.token_masks import Mask, all_tokens
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
 SPAN_BUCKET = 256
-"""Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
+"""The number of cache rows that a step reads is a multiple of this, so that one CUDA graph serves many steps."""
 
 _EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # not filled by `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
@@ -47,7 +47,7 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 
 
 class StepLogits:
-    """The output that holds the logits of a model.
+    """Finds a model's output of logits, and reads the logits of a step from its values.
 
     Attributes:
         known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
@@ -98,7 +98,7 @@ class StepLogits:
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Set the size of the vocabulary, for a model that does not fix it."""
+        """Set the size of the vocabulary if the model leaves it open; else do nothing."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens, with padding, that a sequence may have with a position table of `rows` entries."""
+        """Return the most tokens that a sequence may have with a position table of `rows` entries, less the padding."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
@@ -425,7 +425,7 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:
         embeds = np.pad(embeds, (*beside, (0, 0)))
-    # positions of a token of the step: all rows agree if the model takes one position for all
+    # Padding copies the positions of a real token: a model may take one position for all rows.
     if positions is not None:
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
