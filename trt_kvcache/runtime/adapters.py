@@ -207,7 +207,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's matrix B. They change the model's module `key`."""
+    """Columns `start` to `stop - 1` of the matrix B of an adapter's `module`, which change the model's module `key`."""
 
     module: LoraModule
     key: _Key

@@ -104,7 +104,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return the buffers that the caller keeps from step to step: those of caches first, then those of state."""
+    """Return the buffers that the caller keeps from step to step: first caches, then state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)

@@ -29,8 +29,8 @@ class CacheRows:
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; those that do not generate may lose their batch rows to others. None: one slot per
-            batch row, not counting slots that the caller offloaded.
+        max_sequences: most sequences; idle ones may lose their batch rows to others. None: one sequence per batch row,
+            not counting sequences that the caller offloaded.
         prefix_cache: bytes of the prefix cache (`PrefixCache` lists its errors); None: no prefix cache.
 
     Attributes:
@@ -55,7 +55,7 @@ class CacheRows:
 
     @property
     def free(self) -> int:
-        """Number of further slots that `take` can return now."""
+        """Number of sequences that can be added now."""
         if self.max_sequences is not None:
             return self.max_sequences - len(self.slots)
         waiting = sum(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -75,7 +75,7 @@ class CacheRows:
         return self.slots[slot]
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed. Raises `SlotError` if it is not in use or is generating."""
+        """Return the state of a slot to be changed. Raises `SlotError` if the slot is not in use, or is generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait until it ends, or remove it, before you change its cache")
@@ -119,13 +119,13 @@ class CacheRows:
         return self._name(entry.copy(row))
 
     def drop(self, slot: int) -> None:
-        """Free a slot and its batch row, if the slot is in use."""
+        """Remove a sequence, and free its batch row. Do nothing if the slot is not in use."""
         entry = self.slots.pop(slot, None)
         if entry is not None:
             entry.close()
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: remove its tokens, and zero its row in the caches. Its constants and its adapter stay."""
+        """Empty a sequence: remove its tokens, and zero its batch row. Its constants and its adapter stay."""
         entry = self.slot(slot)
         self.slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
         if entry.row >= 0:
@@ -328,7 +328,7 @@ class CacheRows:
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
+        """Move the n sequences with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():

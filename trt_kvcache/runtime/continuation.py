@@ -38,7 +38,7 @@ class Continuation:
         """Start the continuation of a prompt, whose token ids the caller has checked.
 
         `tokenizer` makes the text of events, and finds stop strings. `index` selects the random numbers: sequences with
-        the same seed but different indices draw different numbers. If None, it is `sequence`.
+        the same seed but different indices draw different numbers. None: `sequence` is the index.
 
         Raises `PromptError` if the prompt is empty, `OptionError` if there are stop strings, but no tokenizer.
         """

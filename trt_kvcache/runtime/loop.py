@@ -183,7 +183,7 @@ class DecodeLoop:
     def _advance(self, group: list[_Piece]) -> None:
         """Run one step for a group of batch rows, and choose their next tokens.
 
-        If the step fails, repeat it for each row alone. A sequence ends only if its own step fails.
+        If the step fails, repeat it for each batch row alone: only the sequence whose step fails again ends.
         """
         again = len(group) > 1
         try:
@@ -320,7 +320,7 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """Return a slot's next tokens to write, as many as fit into a step; the last `keep` need logits."""
+        """Return the next tokens of a slot to write, as many as fit into a step; the last `keep` need logits."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -413,7 +413,7 @@ class DecodeLoop:
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
         """Choose the next tokens of a sequence: its guesses as long as they are right, and one more token.
 
-        An error ends the sequence; if it is not an `Exception` (such as KeyboardInterrupt), it is returned.
+        An error ends the sequence; the error is returned if it is not an `Exception`, such as KeyboardInterrupt.
         """
         run, slot = self._runs[piece.slot], piece.slot
         told: list[TokenEvent] = []  # not read from `outcomes`: the stream's own thread may empty that at any time

@@ -47,7 +47,7 @@ class PrefixStats:
 class PrefixCache:
     """Copies of the cache rows of earlier sequences. A new block replaces the least recently used one.
 
-    Blocks of one sequence are replaced from its end, because a block is useless without those before it. `size` is in
+    Blocks of one sequence are replaced from its end, because a block is useless without earlier blocks. `size` is in
     bytes of host memory, page-locked if the caches lie on a GPU.
 
     Raises:
@@ -136,7 +136,7 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Raise `OptionError` if a cache row depends on anything but its own and earlier token ids, or changes later."""
+    """Raise `OptionError` if a token's cache row depends on more than this and earlier token ids, or changes later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row also depends on an input other than the tokens ('{constants[0].name}')"

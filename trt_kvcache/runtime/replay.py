@@ -286,7 +286,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows to check for unwanted changes: spare rows and, except for state, those of `texts`."""
+        """Return the batch rows to check for unwanted changes: spare rows, and for a cache the rows of `texts`."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:

@@ -42,7 +42,7 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The inputs of one step: `S` new tokens for each of `R` neighboring batch rows.
+    """The inputs of one step: S new tokens for each of R neighboring batch rows.
 
     Attributes:
         first_row: the step reads and writes batch rows ``first_row .. first_row + R - 1`` of every cache.
@@ -54,10 +54,10 @@ class StepBatch:
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
         positions: int64 ``[R, planes, S]`` (planes: positions per token; 1 if they are equal); None: the position of
             each token is its cache row.
-        highest: the caller needs this many of the highest scores of each position, and all that tie with the lowest of
-            these. 1: only one score (if several are equal, that of the lowest token id). 0: all scores.
-        masks: function that returns which tokens are allowed to be among the `highest`; None: all. A runner should call
-            it after the step has started, so that step and function run at the same time.
+        highest: how many of the highest scores of each position the caller needs, with all scores that equal the
+            lowest of them. 1: only one score (of equal ones, that of the lowest token id). 0: all scores.
+        masks: function that returns bit masks of the tokens that may be among the `highest`; None: all tokens. A runner
+            should call it after the step has started, so that step and function run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
     """
 

@@ -146,7 +146,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Return True if no live beam can become better than those in `ended`; `best` is the likeliest live beam."""
+    """Return True if no live beam can beat the hypotheses in `ended`; `best` is the likeliest live beam."""
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:

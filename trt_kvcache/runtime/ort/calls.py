@@ -1,4 +1,4 @@
-"""Opens and runs models with ONNX Runtime on the CPU, and turns its errors into those of this package."""
+"""Opens and runs models with ONNX Runtime on the CPU, and turns its errors into errors of this package."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class OnnxRuntimeRunner:
     files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
     GroupQueryAttention write only the new tokens (measured on 1.31.1).
 
-    `model` is the path of the ``.onnx`` file, as exported or rewritten, and `options` are those of the plan.
+    `model` is the path of the ``.onnx`` file, as exported or rewritten; `options` say how it is planned.
     `DecodeSession.open` and `CpuOptions` explain the other arguments; without `max_batch` there are 8 batch rows, or
     fewer if memory is short.
 

@@ -242,12 +242,12 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream with its CUDA graph or its own context; False if the caller must run the step.
+        """Put a repeated step on the stream; return False if the caller must run the step in another context.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: puts copies that the step needs on the stream; they are recorded with the step.
+            before: puts copies that the step needs on the stream; a graph includes these copies.
         """
         if self.failure:
             return False

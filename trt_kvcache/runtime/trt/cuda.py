@@ -194,7 +194,7 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait. It is split into `height` blocks, which lie `pitch` bytes apart there."""
+        """Copy an array to the GPU, and wait. Its `height` blocks of equal size start `pitch` bytes apart there."""
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             for run, part in enumerate(data.reshape(height, -1)):
@@ -277,7 +277,7 @@ class Cuda:
         self._driver.cuGraphExecDestroy(graph)
 
     def load_kernels(self, cubin: bytes, name: str, kernels: Iterable[str]) -> dict[str, Any]:
-        """Load kernels for `launch_kernel` from a cubin called `name`; they live as long as they are referenced."""
+        """Load `kernels` from a cubin called `name`; return them by name. They live as long as they are referenced."""
         with self._core_errors(f"load kernels of {name}"):
             code = self._core.ObjectCode.from_cubin(cubin, name=name)
             return {kernel: code.get_kernel(kernel) for kernel in kernels}

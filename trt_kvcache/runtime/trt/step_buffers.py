@@ -111,8 +111,8 @@ class StepBuffers:
     def logits(self, batch: StepBatch) -> Logits:
         """Wait for the step, and return the logits ``[R, keep, V]`` of its last `keep` positions.
 
-        They are valid until the next call, and a view of pinned memory if they fit. If `batch` asks for few scores and
-        the GPU chooses, return `CHOICE` ``[R, keep, N]``: the tokens and scores that the masks allow.
+        The result is valid until the next call; it may be a view of pinned memory. If `batch` asks for few scores and
+        the GPU chooses, return `CHOICE` ``[R, keep, N]``: tokens that the masks allow, with their scores.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -134,7 +134,7 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` blocks of `width` bytes of the logits: a view of pinned memory if they fit, else a copy."""
+        """Return `rows` blocks of `width` bytes of the logits; a view of pinned memory if that is large enough."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
