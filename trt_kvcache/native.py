@@ -19,7 +19,7 @@ from trt_kvcache.errors import SessionError
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
 
-# Without a lock, which Ctrl-C could leave locked: each use is one step of Python.
+# No lock protects these, because Ctrl-C could leave a lock locked. Each access is one step that Python does not split.
 _calls: dict[Endable, int] = {}
 _numbers = itertools.count()
 _ending: list[bool] = []

@@ -18,7 +18,7 @@ from trt_kvcache.messages import as_arguments
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
-"""Upper limits from here on follow only from the type of the number; messages leave them out."""
+"""Messages leave out upper limits from here on, which follow only from the type of the number."""
 
 
 @dataclass(frozen=True)
