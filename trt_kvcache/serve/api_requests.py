@@ -79,7 +79,7 @@ class ApiError(TrtKvCacheError):
 
 
 def as_api(error: TrtKvCacheError) -> ApiError:
-    """Convert an error of a session or a core to the error for the client."""
+    """Convert an error of a session or a `ServingCore` to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

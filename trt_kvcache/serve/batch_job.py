@@ -257,7 +257,7 @@ class Journal:
         return record
 
     def clear(self) -> None:
-        """Remove all answers from the journal; `close` removes an empty journal."""
+        """Remove all answers from the journal; the end of its ``with`` block removes the file of an empty journal."""
         with self._one_line():
             self._db.execute("DELETE FROM rows")
 

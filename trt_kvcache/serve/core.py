@@ -50,7 +50,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence in the session. It runs, or waits for a batch row."""
+    """A sequence in the session, which runs or waits for a batch row. `place` is its index in the request."""
 
     request: _Request
     place: int
@@ -175,7 +175,7 @@ class ServingCore:
         return request
 
     def _leave(self, request: _Request) -> None:
-        """Mark a request that nobody reads any more. The next step of the core frees its batch rows."""
+        """Mark a request whose events nobody reads any more. The next step of the core frees its batch rows."""
         with self._changed:
             request.gone = True
             if request in self._came:
