@@ -55,7 +55,6 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls to native code before the interpreter ends."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:

@@ -137,7 +137,7 @@ def _costs(plan: CachePlan, batch: int) -> list[StepCost]:
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
-    """Return a line with the bytes that a decode step with full caches moves; empty if they were not counted."""
+    """Return a line with the bytes that a decode step with full caches reads and writes; empty if not counted."""
     cost = step_cost(plan, usual_tokens(plan)[-1], batch)
     if cost is None:
         return ""

@@ -236,7 +236,7 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Record that a step is about to write cache rows before `stop`."""
+        """Record that a step will write cache rows of a slot below index `stop`, which must be zeroed later."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
@@ -322,7 +322,7 @@ class CacheRows:
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a batch row that no slot uses."""
+        """Move a sequence to a batch row that is not in use."""
         entry = self.with_row(slot)
         self._copy(entry.row, row)
         entry.row = row
@@ -336,7 +336,7 @@ class CacheRows:
                 self.move(name, holes.pop(0))
 
     def touch(self, row: int, stop: int) -> None:
-        """Record that cache rows before `stop` of a batch row may hold values other than zero."""
+        """Record that the cache rows of a batch row below index `stop` may hold values other than zero."""
         self._dirty[row] = max(self._dirty[row], stop)
 
     def _written(self, entry: Slot, length: int) -> int:

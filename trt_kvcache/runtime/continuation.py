@@ -116,7 +116,7 @@ class Continuation:
         return self._event(None, self._rest(), None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens (at most `most`) to guess for the next update; 0: do not guess."""
+        """Return how many tokens (at most `most`) to guess, to be verified in the next step; 0: do not guess."""
         count = self.config.prompt_lookup_num_tokens or self.assisted
         # A step gives one token more than it has guesses, and guesses beyond the end of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))

@@ -123,7 +123,7 @@ class DecodeLoop:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots whose sequences the loop is continuing."""
+        """Slots of the sequences that the loop continues."""
         return tuple(self._runs)
 
     def add(
@@ -145,7 +145,7 @@ class DecodeLoop:
         self._cache.slots[slot] = replace(entry, running=True)
 
     def remove(self, slot: int) -> Run:
-        """Stop continuing a slot, and return its `Run`. The slot itself stays in use."""
+        """Stop continuing the sequence in a slot, and return its `Run`. The slot keeps its tokens and caches."""
         self._cache.slot(slot).running = False
         return self._runs.pop(slot)
 

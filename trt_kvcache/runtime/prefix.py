@@ -22,7 +22,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import HostBytes, Runner
 
 BLOCK = 32
-"""Tokens whose rows are stored, found and dropped together."""
+"""Number of tokens in a block: their cache rows are stored, found and dropped together."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names of the blocks that hold a sequence's first tokens, up to `most` tokens; see `fill`."""
+        """Return the names (hashes) of the stored blocks for a sequence's first tokens, at most `most` tokens."""
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
         self.stats.lookups += 1

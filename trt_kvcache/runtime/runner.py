@@ -84,7 +84,7 @@ class StepBatch:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the step's axes, by the names that a plan gives to axes."""
+        """Sizes of the step's axes, by their names in a plan: ``{"batch": R, "sequence": S, ...}``."""
         return axis_sizes(self.rows, self.length) | {"kept": max(self.keep, 1)}
 
     @cached_property
@@ -174,7 +174,7 @@ class Runner(Protocol):
         """
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """Write data that `pack_rows` returned to a batch row, as the same range of tokens."""
+        """Write data that `pack_rows` copied for the same range of tokens to a batch row."""
 
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.

@@ -166,7 +166,7 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros as embeddings of tokens ``[R, S]``, for unused results; None if the model takes ids."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for a step without use; None if the model takes ids."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -181,7 +181,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens that a sequence may have with a position table of `rows` entries, less the padding."""
+        """Return the most tokens of a sequence, without padding, that a position table of `rows` entries allows."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:

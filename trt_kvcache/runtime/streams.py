@@ -76,11 +76,11 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots of added sequences with events that `step` has not returned yet."""
+        """Slots of sequences (added by `DecodeSession.add`) with events that `step` has not returned yet."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
-        """Drop the events of an added sequence that `step` has not returned yet."""
+        """Drop the events of a sequence (added by `DecodeSession.add`) that `step` has not returned yet."""
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Generator[TokenEvent]:

@@ -30,7 +30,7 @@ from trt_kvcache.serve.api_requests import (
 from trt_kvcache.serve.core import ServingCore
 
 _MOST = 1024
-"""Most sequences of one row."""
+"""Most sequences that one row (request) may ask for."""
 
 
 class Answered(msgspec.Struct, frozen=True):

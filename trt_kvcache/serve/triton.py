@@ -117,7 +117,6 @@ class TritonPythonModel:
 
 
 async def _others() -> None:
-    """Let the event loop run its other tasks once."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 

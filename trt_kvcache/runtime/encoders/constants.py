@@ -39,7 +39,7 @@ class Constants:
 
 
 NO_CONSTANTS = Constants()
-"""The constants of a sequence, for a model that takes no constants."""
+"""The `Constants` of a sequence whose model has no inputs that stay the same in all steps."""
 
 
 class ConstantInputs:

@@ -120,7 +120,7 @@ class OnnxEncoder:
         self._later = find_later(parts.rest, later, path, first_step)
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence; see `Encoder.encode`."""
+        """Return the decoder's inputs from the encoder, for one sequence; see `Encoder.encode`."""
         feed, parts = self._reader.read(source), self._parts
         ids = feed.get(IDS)
         if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):

@@ -22,7 +22,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. Inputs whose shapes name the same symbolic size have that size in common."""
+    """One input of an encoder. Where the shapes of inputs have the same symbolic size, their sizes are equal."""
 
     name: str
     dtype: np.dtype[Any]
@@ -81,7 +81,7 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size of each symbolic axis. Refuse two sizes for one axis: ONNX Runtime would broadcast a 1."""
+        """Return the size of each symbolic axis. Refuse inputs that disagree: ONNX Runtime would broadcast a 1."""
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}
         for name, array in feed.items():

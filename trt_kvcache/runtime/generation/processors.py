@@ -19,7 +19,7 @@ Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 _MOST = 1e30
-"""The largest score that a rule returns, so that differences of scores stay finite."""
+"""The largest score after `raise_the_end`, so that differences of scores stay finite."""
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:

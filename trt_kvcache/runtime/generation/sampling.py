@@ -252,7 +252,7 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the fewest, most probable candidates whose total probability is at least `mass`; ties in id order."""
+    """Keep the smallest set of most probable candidates with a total probability of at least `mass`; ties by id."""
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)

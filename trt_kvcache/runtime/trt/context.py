@@ -32,7 +32,7 @@ _KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
-    """Return the file for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
+    """Return the path for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
     return (folder or engine.parent) / f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
 
 
@@ -142,7 +142,7 @@ class Context:
 
 
 class ContextFactory:
-    """Makes contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
+    """Makes execution contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
 
     def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
         self._trt, self._cuda, self._activations = trt, cuda, 0

@@ -53,7 +53,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return the buffer, 0 or 1, with the newest contents of all these batch rows. Rows of the other are copied."""
+        """Return the buffer, 0 or 1, with the newest contents of all these batch rows, after copies if they differ."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -158,7 +158,6 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Return the cache. Refuse one whose sizes are not fixed, or whose elements are smaller than a byte."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

@@ -56,7 +56,7 @@ class TensorRTEncoder:
         self._constants, self._masks = list(constants), [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence, as `DeviceArray`; masks are in host memory."""
+        """Return the decoder's inputs from the encoder, for one sequence, on the GPU; masks are in host memory."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():

@@ -74,7 +74,7 @@ class StepBuffers:
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows to the GPU, unless the last step had the same constants."""
+        """Copy the constants of a step's sequences to the GPU, unless the last step had the same constants."""
         if constants == self._constants:
             return
         self._constants = ()

@@ -258,7 +258,7 @@ class TensorRTRunner:
                 self._cuda.free_pinned(pinned)
 
     def kernel_file(self, engine: Path) -> Path:
-        """Return the file for kernels that TensorRT for RTX compiles for an engine on this GPU."""
+        """Return the path of the file for kernels that TensorRT for RTX compiles for an engine on this GPU."""
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
