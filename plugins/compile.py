@@ -202,7 +202,6 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """Return the compiled kernel from a file of the kernel cache; None if the file is missing or incomplete."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

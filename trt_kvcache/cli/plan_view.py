@@ -112,7 +112,7 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
     """Yield a table of the bytes that a decode step of `batch` sequences reads and writes, if they were counted.
 
-    `bandwidth` is that of a GPU's memory in GB/s. If it is given, a column has the highest speed that it allows.
+    `bandwidth` of a GPU's memory is in GB/s. If it is given, a column has the highest possible speed.
     """
     if not (costs := _costs(plan, batch)):
         return

@@ -168,7 +168,6 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """Return the text that was held back until the end of the sequence; empty before the end."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()

@@ -14,7 +14,7 @@ from trt_kvcache.runtime.token_inputs import common_length
 
 
 class Conversation:
-    """One chat in one slot of a session.
+    """A chat whose tokens stay in a session's caches, in one slot, from turn to turn.
 
     At each turn, the chat template writes the whole conversation again. If it writes earlier turns differently, for
     example without the model's thoughts, the slot is cropped to the first difference.

@@ -84,7 +84,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
         vocab: the decoder's token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: the source is missing, not needed, or does not fit the model.
+        OptionError: the source is missing, not needed, or of another shape or type than the model takes.
         ModelError: `source` is a model that cannot embed token ids.
     """
     tensor = embedded_input(plan)

@@ -117,7 +117,7 @@ class Difference:
     """The largest difference found in one output, and the allowed difference.
 
     Attributes:
-        output: name of the logits, or of a cache's past.
+        output: ``"logits"``, or the name of a cache's past input.
         found: the difference, relative to the values in a row; None if a number is not finite.
         allowed: the allowed difference, in the part of the decode where `found` occurred.
     """

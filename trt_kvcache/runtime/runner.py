@@ -109,7 +109,7 @@ class Runner(Protocol):
 
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
-        home: constants of a step may be arrays on this GPU, see `DeviceArray.home`; None: only host arrays.
+        home: the GPU on which constants of a step may lie, see `DeviceArray.home`; None: only host arrays.
         max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
         max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.

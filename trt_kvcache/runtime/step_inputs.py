@@ -123,7 +123,7 @@ class StepLogits:
 
 
 class StepInputs:
-    """Computes the inputs of a step from the roles in the plan.
+    """Computes the inputs of a step (tokens, positions, write indices, masks, ...) by their roles in the plan.
 
     If a token has several positions (M-RoPE: time, height, width), all get the same number (right for text), unless the
     step has its own. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid
@@ -133,10 +133,10 @@ class StepInputs:
         uniform: True if an input lacks a batch axis, although its values differ between rows. Then all rows of a step
             must start at one position.
         max_rows: most rows in a step; None if the model's batch is dynamic.
-        fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
+        fixed_rows: the model's batch size, if it is fixed and above 1; else None.
         constants: the inputs that stay the same in all steps of a sequence.
         embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
-        fixed_length: the only number of tokens per row and step that the model takes, or None.
+        fixed_length: number of tokens per row and step, if the model fixes it; else None.
 
     Args:
         plan: plan of the rewritten model.

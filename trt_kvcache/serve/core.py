@@ -292,7 +292,6 @@ def _said(error: Exception) -> TrtKvCacheError:
 
 
 def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:
-    """Yield the prompts of several requests in turn: the first of each request, then the second of each, and so on."""
     for place, works in enumerate(zip_longest(*(request.works for request in requests))):
         yield from ((request, place, work) for request, work in zip(requests, works, strict=True) if work is not None)
 

@@ -232,8 +232,8 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
     """Return a rewritten model with the float32 MoE and QMoE nodes of its `source` (the model before the rewrite).
 
-    They replace the nodes into which the rewrite split them. `model` has sorted nodes and is not changed. The external
-    data of both models are in one folder.
+    They replace the nodes that the rewrite made of them. `model` has sorted nodes and is not changed. The external data
+    of both models are in one folder.
     """
     weights = {tensor.name: tensor for tensor in source.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}

@@ -72,7 +72,7 @@ class OnnxRuntimeRunner:
     fewer if memory is short.
 
     Raises:
-        ModelError, OptionError: the model cannot be used, or an option does not fit it.
+        ModelError, OptionError: the model cannot be used, or an option is not possible for this model.
         SessionError: the caches or the weights do not fit into memory.
     """
 
@@ -255,7 +255,7 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view of a cache: tokens ``start .. stop - 1`` of a batch row, as ``[heads, tokens, width]``."""
+        """Return a view of tokens ``start .. stop - 1`` of a batch row, ``[planes, tokens, width]`` (planes: heads)."""
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]

@@ -171,7 +171,7 @@ class ContextFactory:
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, or for those that do not.
+        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, if `graphs`, or do not.
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
         compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.

@@ -134,7 +134,6 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` blocks of `width` bytes of the logits; a view of pinned memory if that is large enough."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)

@@ -1,7 +1,7 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
 All memory is allocated once, when the engine is opened. A step copies its inputs through pinned memory and runs the
-context of its profile. Past and present of a cache are bound to the address of the step's first batch row.
+context of its profile. If a cache is updated in place, its past and present are bound to the same address.
 """
 
 from __future__ import annotations
