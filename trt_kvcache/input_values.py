@@ -25,7 +25,7 @@ _ORDER = {
     Role.ADAPTER: ("batch",),
     Role.LOGITS: ("batch", "sequence"),
 }
-"""The axes of a tensor, in order; a tensor with fewer axes lacks the first or the last."""
+"""For each role of a tensor: its axes, in order. A tensor with fewer axes lacks the first or the last one."""
 
 
 def axis_sizes(rows: int, length: int) -> dict[str, int]:
@@ -127,7 +127,7 @@ def fixed_length(plan: CachePlan) -> int | None:
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with names also for axes of the plan's fixed batch size or update length, unless this is 1."""
+    """Return the tensor with names for fixed axes, too: "batch", and "sequence" (new tokens), unless the size is 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

@@ -35,7 +35,7 @@ from trt_kvcache.runtime.generation.token_masks import Mask, all_tokens
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
 SPAN_BUCKET = 256
-"""Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
+"""The number of cache rows that a step reads is a multiple of this, so that one CUDA graph serves many steps."""
 
 _EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # not filled by `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
@@ -47,7 +47,7 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 
 
 class StepLogits:
-    """The output that holds the logits of a model.
+    """Finds a model's output of logits, and reads the logits of a step from its values.
 
     Attributes:
         known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
@@ -98,7 +98,7 @@ class StepLogits:
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Set the size of the vocabulary, for a model that does not fix it."""
+        """Set the size of the vocabulary if the model leaves it open; else do nothing."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class StepLogits:
 
 
 class StepInputs:
-    """Computes the inputs of a step from the roles in the plan.
+    """Computes the inputs of a step (tokens, positions, write indices, masks, ...) by their roles in the plan.
 
     If a token has several positions (M-RoPE: time, height, width), all get the same number (right for text), unless the
     step has its own. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid
@@ -133,10 +133,10 @@ class StepInputs:
         uniform: True if an input lacks a batch axis, although its values differ between rows. Then all rows of a step
             must start at one position.
         max_rows: most rows in a step; None if the model's batch is dynamic.
-        fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
+        fixed_rows: the model's batch size, if it is fixed and above 1; else None.
         constants: the inputs that stay the same in all steps of a sequence.
         embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
-        fixed_length: the only number of tokens per row and step that the model takes, or None.
+        fixed_length: number of tokens per row and step, if the model fixes it; else None.
 
     Args:
         plan: plan of the rewritten model.
@@ -166,7 +166,7 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros as embeddings of tokens ``[R, S]``, for unused results; None if the model takes ids."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for a step without use; None if the model takes ids."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -181,7 +181,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens, with padding, that a sequence may have with a position table of `rows` entries."""
+        """Return the most tokens of a sequence, without padding, that a position table of `rows` entries allows."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
@@ -425,7 +425,7 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:
         embeds = np.pad(embeds, (*beside, (0, 0)))
-    # positions of a token of the step: all rows agree if the model takes one position for all
+    # Padding copies the positions of a real token: a model may take one position for all rows.
     if positions is not None:
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
