@@ -1,4 +1,4 @@
-"""Describes an attention by running its region in ONNX Runtime with chosen input values.
+"""Describes an attention by running its part of the model in ONNX Runtime with chosen input values.
 
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
@@ -8,7 +8,7 @@
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
-Every result is a guess, which the check later accepts or refuses.
+Every result is a guess; a later comparison with the original accepts or refuses it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """For each number of the result, return the attention weight of each of these keys (the last axis)."""
+        """Return the attention weight of each key in `keys` (last axis), for each number of the result (other axes)."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -395,7 +395,7 @@ class Reader:
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
     def _window(self) -> int | None:
-        """Return how many keys a query sees after a past longer than any number in the model; None: all keys."""
+        """Return the window: how many keys a query sees after a past longer than any number in the model; None: all."""
         capacity, kept, length = self._far.capacity, self._key.window_rows, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])

@@ -45,7 +45,7 @@ _TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
-    """Return guessed caches, in the inputs' order. Each present is paired with the nearest past before it."""
+    """Guess caches, in the order of the inputs: pair each present (output) with the nearest past (input) before it."""
     counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
     left = {id(t): t for t in graph.inputs}
     found: dict[int, Cache] = {}
@@ -66,7 +66,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """Return the past that is the fewest nodes away from a present. Of equally near ones, take the closest name."""
+    """Return the past that is the fewest nodes away from a present. If several are, take the most similar name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -105,7 +105,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """In the shapes of Attention caches, set the number and size of heads to those of the new rows."""
+    """Fill in unknown numbers and sizes of heads in shapes of Attention caches, from the shapes of the new rows."""
     for node in graph.nodes:
         for past, present, update in _inner(node):
             start, end = past, present
@@ -216,5 +216,5 @@ def _plain(name: str) -> tuple[str, ...]:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words and numbers of a name."""
+    """Return the words and numbers of a name: ``"past.0.Key"`` -> past, 0, key."""
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]

@@ -1,4 +1,4 @@
-"""Runs a region (part of a model with caches) in one step. The form of a cache says where its rows of tokens are.
+"""Runs a region (part of a model with caches) in one step. The form of a cache says which row belongs to which token.
 
     growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
     fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
@@ -32,14 +32,14 @@ _HIDES = -30000.0  # hides a key in an additive mask
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
-"""ONNX Runtime's message about sizes that do not fit (1.31 and 1.32)."""
+"""ONNX Runtime's message about sizes that cannot broadcast (1.31 and 1.32)."""
 
 
 class Runner:
     """Runs a region, the part of a model that writes caches or attends to them, in float32.
 
-    `caches` are all caches by past; `rng` makes all random numbers. Raises `RecognizeError` if ONNX Runtime cannot load
-    the region.
+    `caches` has all caches, by name of the past; `rng` makes all random numbers. Raises `RecognizeError` if ONNX
+    Runtime cannot load the region.
     """
 
     def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
@@ -103,7 +103,7 @@ class Runner:
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Return those rows of a past cache that contain tokens, the oldest token first."""
+        """Return the rows of a past cache that belong to tokens, the oldest token first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
@@ -175,7 +175,7 @@ def read_updates(
             cache, new = _written(caches[past], feeds[past], outputs[present], sample)
         except RecognizeError:
             rows = outputs[present].shape[caches[past].axis]
-            # has all rows of the cache; only the new ones are not 0
+            # these tensors have all rows of the cache; only the new rows are not 0
             spread = [t for t in region.texts if rows in feeds[t].shape]
             if spread:
                 raise FartherError(*spread) from None
