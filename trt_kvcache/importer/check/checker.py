@@ -92,8 +92,8 @@ def check_models(
         if not wrong:
             outside = find_mixing(pair, regions, limits, judge.loaded)
             return verdicts if outside is None else [*verdicts, outside]
-        # A tensor may have the same name as one of the original, but other contents, such as a view of a cache. Then
-        # later tensors decide: regions whose joins differ are merged with the regions that read them.
+        # A tensor may have the same name as one of the original, but other contents, such as a view of a cache. So the
+        # next round compares only later tensors: a region that differed becomes part of the regions that read it.
         inner = wrong - set(pair.original.outputs)
         if inner <= pair.refuted:
             return first
@@ -120,7 +120,6 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return the verdict for a region; equal regions share one."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))

@@ -190,8 +190,8 @@ class _Outside:
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
         """Return the first tensor in which sequence `row` differs between two batches; empty if none.
 
-        Before the step, `row` has `own` tokens in both batches. All others have `own` in the first, `other` in the
-        second.
+        Sequence `row` has `own` past tokens in both batches. All other sequences have `own` past tokens in the first
+        batch, and `other` in the second.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]

@@ -34,7 +34,7 @@ _SEED = 0
 _NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16
 _SMALL = 2.0**-10  # factor of random normal numbers, so that their squares are about as large as the epsilon of a norm
 _TRIALS = 4  # if the original runs none of this many steps, it counts as a model that does not run
-_STRIDE = 104_729  # the boundaries' numbers start this far apart in the pool of random numbers
+_STRIDE = 104_729  # the numbers of shared inputs start this far apart in the pool of random numbers
 _BYTES = 256 << 20  # the most bytes of all caches of a step with several sequences
 _LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only with fewer rows
 
@@ -44,18 +44,18 @@ class StuckError(RunError):
 
 
 class RegionRuns:
-    """Runs both versions of a changed part of the model (region), either in float32 or in their own types.
+    """Runs both versions of a region (changed part of the model), either in float32 or in their own types.
 
     Attributes:
         caches: caches and states that one of the versions reads.
         interface: translates inputs and outputs to the original's interface; None if both interfaces are the same.
         shows_garbage: True if caches of the original have rows without a token.
-        garbage: magnitude of the numbers in cache rows without a token.
+        garbage: magnitude of the random numbers in cache rows without a token.
         settled: True if a step of the original wrote the past rows; needed for models that round cached rows.
         sessions: open sessions of the original and the rewritten version, shared by several runs of the same models.
         wide: True if both versions compute in float32.
         large: index of the shared input with numbers beyond the range of float16; None: there is no such input.
-        small: if True, all shared inputs hold small numbers in every step; else only in the steps of `is_small`.
+        small: True if all shared inputs hold small numbers in every step; else only some steps do (see `is_small`).
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class RegionRuns:
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
     def fits(self, step: Step) -> bool:
-        """True if the step fits into memory, and the original can run all its rows."""
+        """True if the check can run a step: its caches are not too large, and both models support its lengths."""
         together = self.interface.together if self.interface else None
-        if together is not None and len(set(step.starts)) > 1:
+        if together is not None and len(set(step.starts)) > 1:  # a fixed batch has one number of past tokens
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
         if partly and self._has_rings(step):
-            return False  # the plan says: a row of these rings must write all tokens of the step or none
+            return False  # in a ring of the plan, a sequence writes all tokens of a step or none
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
@@ -147,7 +147,7 @@ class RegionRuns:
             raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs by name, shared inner tensors by index, and the original's caches."""
+        """Make all inputs of a step: graph inputs and the original's caches by name, inner tensors as "boundary 0"."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         constants, rings = draw_constants(self.plan, batch, _SEED), self._has_rings(step)
@@ -204,7 +204,7 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original version, and return its outputs. With `together`, one run takes many sequences."""
+        """Run the original version, and return its outputs. With `together`, sequences share a run where possible."""
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
         outputs: Feeds = {}
@@ -276,7 +276,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Describe a cache with a row for every token, even if the rewrite made this cache circular."""
+        """Return the cache as if it had a row for every token of the step, even if the rewrite made it circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:
