@@ -143,7 +143,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
 
 def _writer(graph: gs.Graph, cache: CacheUpdate) -> gs.Node:
-    """Return the node that updates a cache, or ONNX Runtime's attention that contains the update."""
+    """Return the node that updates a cache: TensorScatter, or ONNX Runtime's GroupQueryAttention."""
     (past,) = (t for t in graph.inputs if t.name == cache.past)
     return next(n for n in consumers(past) if n.name == cache.node or n.op == _IN_ATTENTION)
 
@@ -199,7 +199,7 @@ def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
 
 
 class _Quantized:
-    """Quantizes one unquantized cache of the plan; `node` is the update, or the attention that contains the update."""
+    """Quantizes one float cache of the plan; `node` writes the cache (TensorScatter or GroupQueryAttention)."""
 
     def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
         self._emitter = emitter
@@ -220,7 +220,7 @@ class _Quantized:
         self._unit = self._scale if self._scale is not None and form.codes == 1 else self._number(1)
 
     def edit(self) -> None:
-        """Make the update write codes, and make readers read dequantized rows."""
+        """Make the update write quantized rows, and make readers read dequantized rows."""
         readers = [r for r in consumers(self._present) if not is_op(r, "Shape")]
         self._keep_shapes(self._past, self._cache.physical_shape)
         self._keep_shapes(self._present, self._cache.physical_shape)
@@ -260,7 +260,7 @@ class _Quantized:
         self._retype(_elem_type(self._dtype))
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """Return the plan of the caches for quantized numbers and, if these are stored separately, scales."""
+        """Return the plan of the cache of quantized numbers and, if scales have their own cache, of that cache."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -394,7 +394,7 @@ class _Quantized:
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate an attention's queries if its keys are `codes`, its result if its values are. False for others."""
+        """Rotate an Attention's queries if `codes` are its keys, or its result if they are its values; else False."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
@@ -438,7 +438,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit cached numbers of a narrow type as float32. If they are not packed, apply the constant scale, if any."""
+        """Emit numbers of a cache (int8, float8) as float32, times the constant scale if there is one per code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:

@@ -1,4 +1,4 @@
-"""Finds the module of a checkpoint for each product: compares weights, or reads names that exporters keep.
+"""Finds the module of a checkpoint for each MatMul: compares weights, or reads names that exporters keep.
 
 A weight ``[inputs, outputs]`` is one or several transposed tensors ``[outputs, inputs]`` of the checkpoint. The first
 numbers of a column find a tensor; then only its first and last block are compared, to read little of the checkpoint.
