@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 Scope = GraphProto | FunctionProto
-"""A list of nodes with separate names: the main graph, the body of an If, Loop or Scan, or a model-local function."""
+"""Anything with a list of nodes: the main graph, the body of an If, Loop or Scan, or a model-local function."""
 
 Shape = tuple[int | str, ...]
 """Sizes and symbols; ``"?"`` if the model gives neither."""
@@ -24,7 +24,7 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 """Both names of ONNX's own domain of operators."""
 
 TENSORRT_UPDATE = "TRT_KVCacheUpdate"
-"""TensorRT's own operator. Its parser accepts the operator in any domain."""
+"""TensorRT's own operator that updates a cache. Its parser accepts the operator in any domain."""
 
 FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE))
 """Element types that activations may have."""
@@ -206,7 +206,7 @@ def byte_size(tensor: TensorProto) -> int | None:
 
 
 def sliced_squares(graph: GraphProto) -> frozenset[str]:
-    """Return the names of initializers ``[T, T]`` that only Slice nodes read. These are masks, not weights."""
+    """Return the names of initializers ``[T, T]`` that only Slice nodes read: they are masks, not weights."""
     squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
     sliced = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
     others = {n for node in graph.node for i, n in enumerate(node.input) if i or not is_op(node, "Slice")}
