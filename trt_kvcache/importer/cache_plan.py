@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model. Plans record it only if the rewrite changes it."""
+    """The role of an input or output of the exported model; in a plan only if inputs or outputs change."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -47,7 +47,7 @@ class OriginalRole(str, Enum):
     STATE = "state"
     """State of fixed shape that every step replaces."""
     SWITCH = "switch"
-    """Chooses between the branches of a merged export; or all ones, read only by the branch without a past."""
+    """Only in exports that merge two branches (first step, later steps): chooses one, or serves only the first."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -82,7 +82,7 @@ class OriginalTensor:
             present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. If the axis of rows
             has a fixed size, all three have that size. Then every step shifts the rows, so that the newest tokens are
             in the last rows.
-        on: for an input of role `OriginalRole.SWITCH`, the value that chooses the branch with a past.
+        on: for an input of role `OriginalRole.SWITCH`, the value that chooses the branch that reads caches.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Route(str, Enum):
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address.
 
     TensorRT enforces the alias, and the session compares it with the manifest. TensorRT drops a write outside the
-    capacity without a message, so the runtime checks lengths (and the update's contract, if any) before every step.
+    capacity without a message, so the runtime checks lengths (and `CacheUpdate.contract`) before every step.
     """
 
     PLUGIN = "plugin"
@@ -440,7 +440,7 @@ class CachePlan:
         warnings: facts that the user should know before a build.
         notes: facts about the rewrite, such as the memory that a circular window saves.
         changes: inputs and outputs that the rewrite changes, adds or removes.
-        original: the interface of the exported model; empty if its caches already were in canonical form.
+        original: inputs and outputs of the exported model; empty if TensorScatter already wrote its caches.
         states: tensors of fixed size that each step replaces; attention caches do not count.
         logits_span: the input that chooses the number of positions with logits; None: the same as in the export.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
