@@ -276,9 +276,10 @@ class CacheUpdate:
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
         dtype: ONNX name in lower case, such as ``"float16"`` or ``"bfloat16"``.
         logical_shape: the shape of the cache in the model, with the capacity filled in.
-        sequence_axis: index into `logical_shape`, never negative.
+        sequence_axis: the axis of the tokens in `logical_shape`, never negative.
         physical_shape: shape of the engine's input and output; `physical_sequence_axis` is its sequence axis.
         update_length: ``S_new``: the number of new tokens, as a size or a symbol.
+        contract: what the caller promises about updates of a circular cache; None: nothing.
         readers: names of the Attention nodes that read `present`.
         carried: True if past is a graph input and present a graph output, so the caller passes the cache on to each
             step.
@@ -326,7 +327,7 @@ class Mask:
         name: name of the mask tensor in the rewritten graph.
         causal: True if the mask is causal, aligned to the bottom right.
         lengths: name of the int64 ``[B]`` tensor of valid keys, or None.
-        left_window, right_window: keys before and after the query's own; -1: unlimited (Attention-25).
+        left_window, right_window: keys before and after the query's own; -1: unlimited (as in Attention of opset 25).
         mask: name of the model's own mask tensor, or None.
         additive: True if the result is a float bias; else it is bool (True = visible).
         span: name of the added input whose length is the number of keys to read; None: all keys.

@@ -71,7 +71,7 @@ def iter_scopes(model: ModelProto) -> Iterator[Scope]:
 
 
 def nested_scopes(scope: Scope) -> Iterator[Scope]:
-    """Yield a scope and all graphs nested in its nodes, outer graphs first."""
+    """Yield a graph or function, and all graphs nested in its nodes, outer graphs first."""
     yield scope
     for node in scope.node:
         for attribute in node.attribute:
@@ -80,7 +80,7 @@ def nested_scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def all_nodes(scope: Scope) -> Iterator[NodeProto]:
-    """Yield all nodes of a scope, also those in bodies of control flow."""
+    """Yield all nodes of a graph or function, also those in bodies of control flow."""
     for inner in nested_scopes(scope):
         yield from inner.node
 
@@ -192,10 +192,7 @@ def dtype_name(elem_type: int) -> str:
 
 
 def byte_size(tensor: TensorProto) -> int | None:
-    """Return the bytes of a tensor's raw data, from dtype and dims; None for strings.
-
-    Raises `ValueError` if dtype or dims are invalid.
-    """
+    """Return the bytes of a tensor's raw data; None for strings. Raises `ValueError` if dtype or dims are invalid."""
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):
         raise ValueError(f"dtype {name}, dims {list(tensor.dims)}")

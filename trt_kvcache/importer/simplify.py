@@ -66,7 +66,7 @@ _FOLDED = frozenset((
 
 
 def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """Return a flat, folded model of opset 24 or later with named nodes and shapes, and names of what was inlined.
+    """Inline functions, raise the opset to 24, and fold constants. Return the model, and names of inlined parts.
 
     The model has placeholders for large inline weights, and may be edited in place. Raises `InvalidModelError` if its
     stated shapes contradict each other, and `UnsupportedModelError` if a cache update or an attention is in a body that

@@ -127,9 +127,8 @@ def find_regions(pair: ModelPair) -> list[Region]:
         for s, graph in enumerate(pair.sides)
     ]
 
-    # A guard against NaN hides numbers that are not finite. So a region with a guard goes back to products with
-    # weights, and through all tensors computed from positions. Then numbers that are not finite arise inside the
-    # region.
+    # A guard against NaN hides numbers that are not finite. So a region with a guard begins earlier, at products with
+    # weights, and contains all tensors computed from positions. Then such numbers arise inside the region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)

@@ -385,10 +385,10 @@ def rows_needed(integers: Iterable[int], longest: int) -> int:
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Return test steps: with lengths near every integer, at the end of caches and rings, and with unequal rows.
+    """Return test steps: with lengths near `integers`, at the end of caches, and with sequences of unequal lengths.
 
-    Of the `integers` from which the region computes lengths, the eight smallest are used. With `thorough`, also plan
-    steps after every number of past tokens up to 4,096.
+    The model computes lengths from `integers`; the eight smallest are used. With `thorough`, also plan steps after
+    every number of past tokens up to 4,096.
     """
     return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 

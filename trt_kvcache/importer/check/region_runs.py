@@ -40,7 +40,7 @@ _LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only 
 
 
 class StuckError(RunError):
-    """Raised if ONNX Runtime runs a region of the original, but not its rewritten version."""
+    """Raised if ONNX Runtime runs a part of the original, but not the same part of the rewritten model."""
 
 
 class RegionRuns:
@@ -106,12 +106,12 @@ class RegionRuns:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if an input of the region gives the number of tokens before a step."""
+        """True if the region has an input, such as a cache, that may depend on the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
     def is_small(self, step: Step) -> bool:
-        """True if a step uses small numbers, which show the epsilon of a norm."""
+        """True if a step uses small numbers, so that the epsilon of a norm changes results."""
         reads_rows = any(c.role.name not in self._unread for c in self.caches)
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
@@ -147,7 +147,7 @@ class RegionRuns:
             raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs and the original's caches by name, inner tensors as "boundary 0"."""
+        """Make all inputs of a step: graph inputs and the original's caches by name, boundary N as "boundary N"."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         constants, rings = draw_constants(self.plan, batch, _SEED), self._has_rings(step)
@@ -244,10 +244,7 @@ class RegionRuns:
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """Run the rewritten version, with caches as it stores them, and return its outputs.
-
-        Raises `StuckError` if the rewritten version does not run.
-        """
+        """Run the rewritten version, with caches in its own layout. Raises `StuckError` if it does not run."""
         try:
             return self.sessions[1].run(self._of_rewritten(step, feeds, span))
         except RunError as error:

@@ -68,7 +68,7 @@ class _Choice:
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the bytes of constants that both models of a region read. Shared data count only once."""
+    """Return the bytes of all constants of these models. Data that several constants share count only once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -80,7 +80,7 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """Yield variants of a region: first with weights of at most `few` bytes, then of at most `most`."""
+    """Yield variants of a region with smaller sizes: first those whose weights have up to `few` bytes, then `most`."""
     if bytes_read(region.models) <= few:
         yield region, plan, limits
     larger = []

@@ -19,10 +19,7 @@ from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.runnable import NARROW
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
-"""Tolerances if the computation is in float32.
-
-Constants such as scales still have the precision of the model's type.
-"""
+"""Tolerances for computation in float32. Constants such as scales still have the precision of the model's type."""
 _EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in different orders
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either code
 _DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # bits of the significand

@@ -42,10 +42,7 @@ class _Entry:
 
 
 class Verdicts:
-    """The stored verdicts of the check in a private folder.
-
-    With `again`, stored verdicts are not used, only replaced.
-    """
+    """The stored verdicts of the check, in a private folder. With `again`, they are not used, only replaced."""
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
         self._folder, self._again = folder, again

@@ -225,7 +225,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if one plugin node can do both cache updates: same kernel and indices, and independent."""
+    """True if one plugin node can do both updates: same operator, shapes and indices; neither depends on the other."""
     one, other = a.cache, b.cache
     return (
         one.readers == other.readers

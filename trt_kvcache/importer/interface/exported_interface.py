@@ -87,7 +87,7 @@ class Interface:
         return max(fixed, default=None)
 
     def _embeddings(self) -> str:
-        """Return the input that may hold embeddings of the new tokens, if exactly one input fits."""
+        """Return the only input that may hold embeddings of the new tokens. Refuse a model with none or several."""
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
         names = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]

@@ -130,7 +130,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return the guesses whose present contains rows of the past, or all if the run fails."""
+    """Run the model once. Return the guessed caches whose output contains rows of the input; all if the run fails."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -243,7 +243,7 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Describe the attention with result `front`. Cut out larger parts until one tensor has all queries."""
+        """Describe the attention whose result is `front`, from the smallest part of the model that shows all of it."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -261,7 +261,7 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Describe what a region computes, once for all equal regions. Also map the first one's names to `region`'s."""
+        """Describe what a region computes, in names of the first equal region. Also map these names to its own."""
         if region.key not in known:
             try:
                 reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
@@ -281,7 +281,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Return the cache that an equal region has in place of `of`. `names` maps names of tensors to names there."""
+        """Return the cache at the place of `of` in an equal part of the model. `names` maps names of both parts."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -301,7 +301,7 @@ class _Recognizer:
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
         caches = {str(c.past.name): c for a in attentions for c in a.caches}
-        # Other nodes may read a cache that no attention reads: `check_readers` looks for them in the canonical graph.
+        # Other nodes may read a cache that no attention reads: `check_readers` looks for them in the edited graph.
         ordered = tuple(caches[name] if name in caches else self._looked(c) for name, c in self._caches.items())
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))

@@ -82,12 +82,12 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Return the axis of cache rows, guessed from the shapes; None if past and present are of different caches."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present cannot be one cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
         return None
-    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings
+    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings [B, S, H]
         return None
     differing = [a for a in range(1, rank) if one[a] != two[a] or "?" in (one[a], two[a])]
     if any(isinstance(one[a], int) and isinstance(two[a], int) for a in differing):
@@ -99,7 +99,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
     if rank == 3 and one[1] == 1:
         return None
     open_axes = [a for a in range(1, rank) if not isinstance(one[a], int)]
-    if rank == 3 and open_axes:  # embeddings
+    if rank == 3 and open_axes:  # embeddings [B, S, H]
         return None
     return open_axes[0] if len(open_axes) == 1 else None if open_axes else rank - 2
 

@@ -59,7 +59,7 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """Return the names of the mask inputs that the region reads."""
+        """Return the names of the mask inputs that this part of the model reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
@@ -81,7 +81,7 @@ class Runner:
         return feeds
 
     def run(self, feeds: Feeds) -> Feeds:
-        """Run the region, and return all outputs in float64. Raises `RecognizeError` if the region does not run."""
+        """Run this part of the model, and return all outputs in float64. Raises `RecognizeError` if it does not run."""
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
         except RunError as error:
@@ -158,11 +158,11 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """Run one step of a region, and return its caches with the new rows that the step wrote.
+    """Run one step of a region (part of the model), and return its caches with the tensors of their new rows.
 
     `sample` is a step of several tokens after earlier ones; `beyond` is a step that starts two tokens beyond the end of
     a fixed cache (None: do not test for circular caches). Raises `RecognizeError` if a cache's update is unsupported,
-    and `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
+    and `FartherError` if the new rows are in several tensors (a larger part of the model may have them in one).
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -199,7 +199,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Return the cache, corrected by where a step wrote its rows, and the new rows in the cache's layout."""
+    """Find the rows that a step wrote into a present (`whole`). Return the corrected cache, and the new rows."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole

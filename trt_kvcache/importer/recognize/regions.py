@@ -223,7 +223,7 @@ class Cutter:
         return replace(region, result=result, presents=tuple(presents), texts=texts_read, caches=caches_read, wide=wide)
 
     def computed(self, region: Region, query: str) -> Region:
-        """Return the end of an attention's part. Its inputs are `query`, and keys and values computed from caches."""
+        """Return the part of `region` whose inputs are `query`, and keys and values that are computed from caches."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:

@@ -29,7 +29,7 @@ class Sample:
     """One decode step of the model as exported.
 
     Attributes:
-        batch, past, length, capacity: the sizes B, P, S and L.
+        batch, past, length, capacity: sequences B, past tokens P, new tokens S, and capacity L.
         probe: evaluates tensors of the model in this step.
         own: a bool array for each mask input, by name: True for keys that a query sees.
         wrapped: True if P is larger than the capacity, which only circular caches support.

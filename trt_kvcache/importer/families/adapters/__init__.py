@@ -368,7 +368,7 @@ class ProductGraph:
         return name if shape is not None and 3 <= len(shape) <= most else None
 
     def check_rows(self, product: Product, module: str) -> None:
-        """Refuse a MatMul if its first axis may be something else than the batch."""
+        """Refuse a MatMul if the first axis of its operand may be something else than the batch."""
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
