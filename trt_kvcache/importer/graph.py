@@ -138,7 +138,7 @@ class Emitter:
         self._results: dict[object, Any] = {}
 
     def name(self, hint: str) -> str:
-        """Return a new name in the graph."""
+        """Return a new name in the graph: ``trt_kvcache/``, the hint, and a number if needed."""
         name, count = NAME_PREFIX + hint, 1
         while name in self._taken:
             count += 1

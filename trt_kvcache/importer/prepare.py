@@ -26,7 +26,7 @@ from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_n
 from trt_kvcache.importer.weights import detached, stand_in
 
 _MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which cannot hold all larger integers exactly
-_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and are not detached
+_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and get no placeholder
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     """Give every cache a fixed length, in place, because TensorRT needs one.
 
     The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the new length of caches whose length
-    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted` (not if
-    `fits`).
+    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted`, unless
+    `fits` says that this was checked.
     """
     capacity = wanted or usual
     values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.output, *graph.input)}

@@ -46,7 +46,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """Weights inside the model's file, which only the parent process has. Each access asks it for one weight."""
+    """Weights inside the model's file, which only the parent process has. Each access asks the parent for a weight."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller

@@ -375,7 +375,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of how each output is computed, with numbers in place of names of inputs and weights."""
+    """Return a digest of how each output is computed. Inputs and weights are numbered, so equal layers agree."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}

@@ -154,7 +154,7 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """True if the verdict comes from compared steps, in this run or an earlier one that stored the verdict."""
+        """True if steps were compared, in this run or in an earlier run whose stored result this run uses."""
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:

@@ -93,7 +93,7 @@ class RegionRuns:
         self.small = small
 
     def reads(self) -> bytes:
-        """Return as bytes all data that determine the results of steps, for the key of a stored verdict."""
+        """Return as bytes all data that the results of steps depend on. The key of a stored result is made from it."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())

@@ -125,8 +125,8 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
     """Quantize the caches of a rewritten model in place, as the plan's options say. Return the new plan.
 
     With `cache_ranges`, the model may have ONNX Runtime's GroupQueryAttention, which also updates its caches. With
-    `plain`, the model is for ONNX Runtime, so that standard operators write integers. Raises `OptionError` if a cache
-    cannot be quantized to this type.
+    `plain`, the model is for ONNX Runtime, so standard operators write codes of int8 and int4, not the plugin. Raises
+    `OptionError` if a cache cannot be quantized to this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:
@@ -244,7 +244,7 @@ class _Quantized:
             tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
 
     def _hold_in_attention(self) -> None:
-        """Make ONNX Runtime's attention quantize new rows, and read quantized rows. A uint8 holds two 4-bit numbers."""
+        """Make GroupQueryAttention quantize new rows and read quantized rows. A uint8 holds two numbers of 4 bits."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
         node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
@@ -411,7 +411,7 @@ class _Quantized:
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
-        """Emit the rotation of rows ``[..., H]``. A second rotation restores the rows."""
+        """Add nodes that rotate rows ``[..., H]``. A second rotation restores the rows."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
             cast = partial(self._op, "Cast", [matrix], "rotation", dtype, to=dtype)
@@ -419,7 +419,7 @@ class _Quantized:
         return self._op("MatMul", [rows, matrix], "rotated", dtype)
 
     def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
-        """Emit the rotation of each head in rows ``[B, S, N*H]``."""
+        """Add nodes that rotate each head in rows ``[B, S, N*H]``."""
         heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
@@ -438,7 +438,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit numbers of a cache (int8, float8) as float32, times the constant scale if there is one per code."""
+        """Convert numbers of a cache (int8, float8) to float32, and apply a constant scale if each is one code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:

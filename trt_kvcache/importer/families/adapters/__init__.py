@@ -171,7 +171,7 @@ def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace each target module that the exporter split into several MatMuls with the modules of these MatMuls."""
+    """Replace target modules that the export splits into several MatMuls: qkv_proj -> q_proj, k_proj, v_proj."""
     known = {_last(module) for one in matches for module in one.modules}
     split: dict[str, None] = {}
     for target in targets:
