@@ -164,7 +164,7 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """How the engine updates a cache. Each route says what is guaranteed, and who checks it."""
+    """The way in which the engine updates a cache, with its guarantees, and who checks these."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address.
@@ -213,7 +213,7 @@ class PhysicalLayout(str, Enum):
 
 
 class AttentionKind(str, Enum):
-    """How an Attention node reaches the engine."""
+    """The layers of TensorRT that an Attention node becomes."""
 
     FUSED = "fused"
     """IAttention with a dedicated kernel."""

@@ -172,7 +172,6 @@ class _Outside:
         return ""
 
     def why_it_ends(self, past: int) -> str:
-        """Name, for a message, the operator that ONNX Runtime cannot run after `past` tokens."""
         found = _FAILED.search(self.error(past))
         if found is None:
             return "the model cannot compute later positions"

@@ -178,7 +178,6 @@ class _Run:
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
-        """True if ONNX Runtime can run a step of the region, in both versions."""
         try:
             self.runs.open(self._steps)
         except RunError:

@@ -168,7 +168,6 @@ def take_first_branch(graph: onnx.GraphProto) -> None:
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """Map each input that chooses between branches to the value that chooses the branch that reads caches."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 

@@ -261,7 +261,7 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Describe what a region computes, in names of the first equal region. Also map these names to its own."""
+        """Describe what a region computes, in names of the first equal region. Also map these to the region's names."""
         if region.key not in known:
             try:
                 reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
