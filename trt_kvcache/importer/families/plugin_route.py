@@ -364,7 +364,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Return lines of the ONNX function that write the rows of update `i`. If quantized, axis 1 is the heads."""
+    """Return lines of the ONNX function that write the rows of update `i`; see `_body`. Scales are one per head."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

@@ -285,8 +285,8 @@ class Reader:
         else:
             raise RecognizeError(
                 f"the attention weights are not a softmax of the products of '{query}' and '{key.past.name}' (closest "
-                f"fit {best:.3f}) in a step of {sample.length} tokens. The importer also does not support query heads "
-                "in another order than key heads, and queries that see only one key"
+                f"fit {best:.3f}) in a step of {sample.length} tokens. It may also be an attention that the importer "
+                "does not support: query heads in another order than key heads, or queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)

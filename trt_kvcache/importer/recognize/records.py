@@ -3,7 +3,9 @@
 A layout lists for each axis of a tensor the sizes whose product is the axis' length: the batch ``b``, the heads of keys
 ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the head size ``d``:
 
-    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  is  ((b, n), (d,)), without the axis P of rows
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))
+
+The layout of a cache leaves out the axis of its rows: ``[B * N, P, D]`` is ``((b, n), (d,))``.
 """
 
 from __future__ import annotations
