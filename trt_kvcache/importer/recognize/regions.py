@@ -180,7 +180,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if `name` is inside an attention: tensors over cache rows are computed from it. Example: a sum of scores."""
+        """True if `name` is inside an attention: tensors over cache rows are computed from it, as from a sum."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
