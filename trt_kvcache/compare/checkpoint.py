@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["decode", "save_logits"]
-
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:
     """Return the logits ``[tokens, vocabulary]`` of each text of token ids. `cuts`: sizes of each text's steps."""

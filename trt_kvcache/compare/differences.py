@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto
 
-from trt_kvcache.importer.protos import copied
+from trt_kvcache.importer.protos import Array, copied
 
 if TYPE_CHECKING:
     from trt_kvcache.compare.numpy_network import Node
-
-__all__ = ["GARBAGE", "Share", "first_layer", "share_between", "share_of", "share_of_logits", "with_inner_outputs"]
-
-Array = npt.NDArray[Any]
 
 GARBAGE = 1e4
 """The value in cache rows without a token: finite, as in a session, and far above the values in caches."""

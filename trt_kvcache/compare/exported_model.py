@@ -8,10 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -26,14 +24,12 @@ from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 
-__all__ = ["Exported", "ring_rows"]
-
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 
@@ -68,7 +64,10 @@ class Exported:
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
             copies = Float32Copies(Path(scratch))
         try:
-            self._session = _open(runnable(for_cpu(define(source.proto))[0]), source.path.parent, copies, edit)
+            wide, folder = copies.copy(runnable(for_cpu(define(source.proto))[0]), source.path.parent)
+            wide = edit(open_types(wide, wide=True))  # types such as float8 caches, which are only moved
+            options = lean_options(ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
+            self._session = open_in_time(for_session(wide, folder, options), options)
         except RunError as error:
             raise UnsupportedModelError(f"{source.path}: ONNX Runtime cannot open the model: {error}") from None
         self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
@@ -161,12 +160,3 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
-
-
-def _open(
-    model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto]
-) -> ort.InferenceSession:
-    options = lean_options(ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    model, folder = copies.copy(model, folder)
-    model = edit(open_types(model, wide=True))  # types such as float8 caches, which are only moved
-    return open_in_time(for_session(model, folder, options), options)

@@ -18,8 +18,6 @@ from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import all_types, state_type
 
-__all__ = ["NARROW", "Float32Copies"]
-
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"
 _BLOCK = 1 << 20  # bytes read at a time
@@ -131,7 +129,5 @@ def _blocks(
 def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(offset)
-        while length > 0:
-            block = file.read(min(length, _BLOCK))
-            yield block
-            length -= len(block)
+        for at in range(0, length, _BLOCK):
+            yield file.read(min(length - at, _BLOCK))

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.compare.decode import Piece, plan_pieces
@@ -30,14 +29,10 @@ from trt_kvcache.errors import BuildError, OptionError, OutputError, Unsupported
 from trt_kvcache.importer.cache_plan import CachePlan, cache_bytes
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.protos import Array, byte_size, iter_tensors
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.machine import free_memory
 from trt_kvcache.plugins.operators import OPERATORS
-
-__all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_network", "too_large"]
-
-Array = npt.NDArray[Any]
 
 LIMIT = 2e-5
 """The largest allowed difference, as a share of an output's largest number: the two add in different orders.

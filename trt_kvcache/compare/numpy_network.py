@@ -13,30 +13,24 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.cache_plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.plugins.operators import Operator
 
-__all__ = ["Network", "NetworkError", "Node", "UnknownLayerError"]
-
-Array = npt.NDArray[Any]
-
-_DTYPES: dict[str, npt.DTypeLike] = {
+_DTYPES: dict[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT64": np.int64, "INT32": np.int32,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn, "INT4": np.int8,
 }  # fmt: skip
 _HALVES = ("HALF", "BF16")
 _MOST_INPUTS = 6  # of a layer with optional inputs
 _CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
-_HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
-"""TensorRT represents an attention by two layers. This maps their types to the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
@@ -86,7 +80,12 @@ class Network:
         tensors = [network.get_input(i) for i in range(network.num_inputs)]
         self._types = {t.name: self._kinds[t.dtype] for t in tensors}
         self._outputs = [network.get_output(i).name for i in range(network.num_outputs)]
-        self.nodes = _ordered([self._node(network.get_layer(i)) for i in range(network.num_layers)], self._types)
+        nodes = [self._node(network.get_layer(i)) for i in range(network.num_layers)]
+        # TensorRT represents an attention by two layers: the first has its inputs, the second computes its output.
+        read = {n.name.removesuffix("Input"): n.input for n in nodes if n.op_type == "ATTENTION_INPUT"}
+        outputs = ((n, n.name.removesuffix("Output")) for n in nodes)
+        nodes = [replace(n, input=read[name]) if n.op_type == "ATTENTION_OUTPUT" else n for n, name in outputs]
+        self.nodes = _ordered(nodes, self._types)
         tables = {node.input[0] for node in self.nodes if node.op_type == "GATHER"}
         others = {name for n in self.nodes for name in (n.input[1:] if n.op_type == "GATHER" else n.input)}
         self._tables = tables - others - {*self._outputs}  # few rows of these are read: only these become float32
@@ -100,12 +99,11 @@ class Network:
         `watch` is called after each layer with its results. Raises `NetworkError` if a layer cannot run on its inputs.
         """
         values: dict[str, Array] = {name: _converted(feeds[name], kind) for name, kind in self._types.items()}
-        attentions: dict[str, list[Any]] = {}
         for at, node in enumerate(self.nodes):
             read = [values.get(name) for name in node.input]
             try:
                 with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
-                    results = self._results(node, read, attentions)
+                    results = self._results(node, read)
                     if node.op_type != "CONSTANT":
                         results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except UnknownLayerError as error:
@@ -129,7 +127,7 @@ class Network:
         node = Node(layer.name, kind, layer, names, tuple(t.name for t in outputs), dtypes)
         if kind == "PLUGIN_V3" and outputs[0].name in self._updates:
             return node
-        known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
+        known = kind in _RUN or kind == "CONSTANT"
         if not known or "" in dtypes:
             what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
             raise UnknownLayerError(
@@ -138,19 +136,13 @@ class Network:
         layer.__class__ = self._classes[f"i{kind.replace('_', '').lower()}layer"]  # this gives access to its attributes
         return node
 
-    def _results(self, node: Node, read: list[Any], attentions: dict[str, list[Any]]) -> list[Any]:
+    def _results(self, node: Node, read: list[Any]) -> list[Any]:
         if node.op_type == "CONSTANT":
             return [self._constant(node)]
         if node.op_type == "PLUGIN_V3":
             return _plugin_update(self._updates[node.output[0]], read)
-        if node.op_type in _HALF_LAYERS:
-            name = node.name.removesuffix(_HALF_LAYERS[node.op_type])
-            if node.op_type == "ATTENTION_INPUT":
-                attentions[name] = read
-                return [read[0]] * len(node.output)
-            read = attentions[name]
-        optional = [None] * (_MOST_INPUTS - len(read))
-        results = _RUN[node.op_type](node.layer, [*read, *optional])
+        absent = [None] * (_MOST_INPUTS - len(read))
+        results = _RUN[node.op_type](node.layer, [*read, *absent])
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Array:
@@ -179,7 +171,6 @@ def _converted(given: Any, dtype: str) -> Array:
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
     """Return the layers, each after the layers that it reads. TensorRT does not guarantee this order."""
     makers = {name: node for node in nodes for name in node.output}
-    halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
     for start in nodes:
         stack = [start]
@@ -187,15 +178,11 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
             node = stack[-1]
             if len(stack) > len(nodes):
                 raise NetworkError(f"{node} reads its own output")
-            before = [makers[name] for name in node.input if name not in done]
-            half = halves[node.name.removesuffix("_AttentionOutput")] if node.op_type == "ATTENTION_OUTPUT" else node
-            before += [half] if half is not node and id(half) not in order else []
-            if before:
+            if before := [makers[name] for name in node.input if name not in done]:
                 stack.append(before[0])
-                continue
-            stack.pop()
-            order[id(node)] = node
-            done.update(node.output)
+            else:
+                order[id(node)] = stack.pop()
+                done.update(node.output)
     return tuple(order.values())
 
 
@@ -246,7 +233,7 @@ def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
     return np.asarray(powers / powers.sum(axis=axes, keepdims=True))
 
 
-def _attention(layer: Any, x: Sequence[Any]) -> Array:
+def _attention(layer: Any, x: Sequence[Any]) -> Any:
     """Compute ``IAttention`` without scale and lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
     attention, (q, k, v, mask) = layer.attention, x[:4]
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
@@ -266,10 +253,10 @@ def _attention(layer: Any, x: Sequence[Any]) -> Array:
     if _name(attention.norm_op) == "SOFTMAX":
         scores = _softmax(scores, (-1,))
     weights = scores.reshape(batch, k.shape[1], groups * queries, -1)
-    return np.asarray((weights @ v).reshape(batch, heads, queries, v.shape[-1]))
+    return (weights @ v).reshape(batch, heads, queries, v.shape[-1])
 
 
-def _slice(layer: Any, x: Sequence[Any]) -> Array:
+def _slice(layer: Any, x: Sequence[Any]) -> Any:
     data = x[0]
     starts = _ints(tuple(layer.start) if x[1] is None else x[1])
     sizes = _ints(tuple(layer.shape) if x[2] is None else x[2])
@@ -277,7 +264,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
     axes = _ints(tuple(layer.axes or ()) if x[5] is None else x[5])
     mode = _name(layer.mode)
     for axis, start, size, stride in zip(axes or range(data.ndim), starts, sizes, strides, strict=True):
-        at, length = start + stride * np.arange(size), data.shape[axis]
+        at, length, rows = start + stride * np.arange(size), data.shape[axis], np.moveaxis(data, axis, 0)
         inside = (at >= 0) & (at < length)
         if mode == "STRICT_BOUNDS" and not inside.all():
             raise ValueError(
@@ -288,22 +275,18 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
             at = np.abs((at + length - 1) % period - (length - 1))
         elif mode == "WRAP":
             at = at % length
-        elif mode in ("CLAMP", "FILL"):
+        elif mode == "CLAMP":
             at = np.clip(at, 0, max(length - 1, 0))
         if mode == "FILL" and not inside.all():
-            shape = [-1 if i == axis else 1 for i in range(data.ndim)]
-            rows = np.take(data, at, axis) if length else np.zeros([*data.shape[:axis], size, *data.shape[axis + 1 :]])
-            data = np.where(inside.reshape(shape), rows, 0 if x[4] is None else x[4]).astype(data.dtype)
+            filled = np.full((size, *rows.shape[1:]), 0 if x[4] is None else x[4], data.dtype)
+            filled[inside] = rows[at[inside]]
+            rows = filled
+        elif at.size and (np.diff(at) == 1).all():  # a slice copies no data
+            rows = rows[int(at[0]) : int(at[-1]) + 1]
         else:
-            data = data[(slice(None),) * axis + (_run_of(at),)]
-    return np.asarray(data)
-
-
-def _run_of(at: Array) -> Any:
-    """Return a slice for indices that count up by one, because a slice copies no data."""
-    if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
-        return slice(int(at[0]), int(at[-1]) + 1)
-    return at
+            rows = rows[at]
+        data = np.moveaxis(rows, 0, axis)
+    return data
 
 
 def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
@@ -322,17 +305,17 @@ def _transposed(data: Array, order: Any) -> Array:
     return data.transpose(axes) if sorted(axes) == list(range(data.ndim)) else data
 
 
-def _gather(layer: Any, x: Sequence[Any]) -> Array:
+def _gather(layer: Any, x: Sequence[Any]) -> Any:
     data, indices = x[0], x[1].astype(np.int64)
     mode, shared = _name(layer.mode), layer.num_elementwise_dims
     bounds = data.shape[shared : shared + indices.shape[-1]] if mode == "ND" else data.shape[layer.axis]
     if indices.size and ((indices < -np.asarray(bounds)) | (indices >= bounds)).any():
         raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of a tensor with {bounds}")
     if mode == "ELEMENT":
-        return np.asarray(np.take_along_axis(data, indices, layer.axis))
+        return np.take_along_axis(data, indices, layer.axis)
 
-    def gathered(one: Array, at: Array) -> Array:
-        return np.asarray(one[tuple(np.moveaxis(at, -1, 0))] if mode == "ND" else np.take(one, at, layer.axis - shared))
+    def gathered(one: Any, at: Array) -> Any:
+        return one[tuple(np.moveaxis(at, -1, 0))] if mode == "ND" else np.take(one, at, layer.axis - shared)
 
     if not shared:
         return gathered(data, indices)
@@ -340,19 +323,18 @@ def _gather(layer: Any, x: Sequence[Any]) -> Array:
     return np.stack(parts).reshape(*data.shape[:shared], *parts[0].shape)
 
 
-def _scatter(layer: Any, x: Sequence[Any]) -> Array:
+def _scatter(layer: Any, x: Sequence[Any]) -> Any:
     data, indices = x[0].copy(), x[1].astype(np.int64)
     if _name(layer.mode) == "ELEMENT":
         np.put_along_axis(data, indices, x[2], layer.axis)
     else:
         data[tuple(np.moveaxis(indices, -1, 0))] = x[2]
-    return np.asarray(data)
+    return data
 
 
-def _divide(a: Array, b: Array) -> Array:
-    if a.dtype.kind == "f":
-        return np.asarray(a / b)
-    return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)))  # integers are rounded towards 0
+def _divide(a: Array, b: Array) -> Any:
+    integers = a.dtype.kind != "f"  # they are rounded towards 0
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)) if integers else a / b
 
 
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -405,10 +387,8 @@ def _fill(layer: Any, x: Sequence[Any]) -> Any:
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
     exact = np.int64 if np.asarray(first).dtype.kind in "iu" else np.float64
-    values = np.full(shape, first, exact)
-    for axis, step in enumerate(np.broadcast_to(steps, len(shape))):
-        values = values + step * np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-    return values
+    places = zip(np.broadcast_to(steps, len(shape)), np.indices(shape, sparse=True), strict=True)
+    return sum((step * place for step, place in places), np.full(shape, first, exact))
 
 
 def _rotary(layer: Any, x: Sequence[Any]) -> Any:
@@ -427,16 +407,10 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
     """Compute ``IKVCacheUpdateLayer``. Like TensorRT (measured), it silently drops an update beyond the capacity."""
-    cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise UnknownLayerError(f"its mode is {_name(layer.cache_mode)}")
-    rows = list(update)
-    if _name(layer.update_form).startswith("PACKED"):  # [T, N, H] and the lengths' sum before each row [B + 1]
-        rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(_ints(x[3]))]
-    for row, (start, new) in enumerate(zip(starts, rows, strict=True)):
-        if start >= 0 and start + new.shape[1] <= cache.shape[2]:
-            cache[row, :, start : start + new.shape[1]] = new
-    return cache
+    packed = _name(layer.update_form).startswith("PACKED")
+    return _plugin_update(Operator(UpdateForm.PACKED_NHD if packed else UpdateForm.PADDED), x)
 
 
 def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
@@ -477,12 +451,12 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
     return [np.take_along_axis(x[0], places, axis), places]
 
 
-def _scales(layer: Any, data: Array, scale: Array) -> Array:
-    """Return the scales of a (de)quantize layer, broadcast to the data."""
+def _scales(layer: Any, data: Array, scale: Any) -> Any:
+    """Return the scales of a (de)quantize layer in a shape that broadcasts to the data."""
     if scale.size == 1:
-        return np.asarray(scale.reshape(()))
+        return scale.reshape(())
     if scale.ndim == 1:
-        return np.asarray(scale.reshape([-1 if i == layer.axis % data.ndim else 1 for i in range(data.ndim)]))
+        return np.moveaxis(scale.reshape(-1, *[1] * (data.ndim - 1)), 0, layer.axis)
     for axis, (size, blocks) in enumerate(zip(data.shape, scale.shape, strict=True)):
         scale = np.repeat(scale, -(-size // blocks), axis) if size != blocks else scale
     return scale[tuple(slice(n) for n in data.shape)]
@@ -526,9 +500,7 @@ def _convolution(layer: Any, x: Sequence[Any]) -> Any:
 
 def _one_hot(layer: Any, x: Sequence[Any]) -> Any:
     indices, (off, on), depth = x[0], x[1], _ints(x[2])[0]
-    axis = layer.axis % (indices.ndim + 1)
-    count = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(indices.ndim + 1)])
-    return np.where(np.expand_dims(indices, axis) == count, on, off)
+    return np.moveaxis(np.where(indices[..., None] == np.arange(depth), on, off), -1, layer.axis)
 
 
 def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
@@ -549,6 +521,7 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
     "ACTIVATION": lambda layer, x: _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta),
     "ASSERTION": _assertion,
+    "ATTENTION_INPUT": lambda layer, x: [x[0]] * layer.num_outputs,  # nothing reads this
     "ATTENTION_OUTPUT": _attention,
     "CAST": lambda layer, x: np.trunc(x[0]) if "INT" in _name(layer.to_type) and x[0].dtype.kind == "f" else x[0],
     "CONCATENATION": lambda layer, x: np.concatenate([v for v in x if v is not None], layer.axis),

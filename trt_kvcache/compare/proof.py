@@ -14,23 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import Share
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
-
-__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
-           "numbers_of_cache"]  # fmt: skip
-
-Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.compare.bounds import Bounds
@@ -33,12 +31,9 @@ from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import iter_scopes
+from trt_kvcache.importer.protos import Array, iter_scopes
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 
-__all__ = ["Watch", "chooses_experts", "record_proof"]
-
-Array = npt.NDArray[Any]
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
 """Called with the inputs and outputs of each step of the rewritten model."""
 
@@ -125,18 +120,14 @@ class _Recording:
         self._tie()
         logits, others = self._decoded(with_rounding(self._model, MEASURED * unit, _SEED + 1))
         rounding: dict[str, dict[str, Share]] = {p.part: {} for p in decode.pieces}
-
-        def note(part: str, name: str, before: Array, after: Array) -> None:
+        steps = zip(decode.pieces, decode.wanted, logits, strict=True)
+        pairs = [(piece.part, LOGITS, before, after) for piece, before, after in steps]
+        pairs += [(*name.partition("/")[::2], values, others[name]) for name, values in rows.items()]
+        for part, name, before, after in pairs:
             for one, other in zip(before, after, strict=True):
                 # A logit of NaN says nothing about rounding.
                 share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
                 rounding[part][name] = rounding[part].get(name, share).most(share)
-
-        for piece, before, after in zip(decode.pieces, decode.wanted, logits, strict=True):
-            note(piece.part, LOGITS, before, after)
-        for name, values in rows.items():
-            part, cache = name.split("/", 1)
-            note(part, cache, values, others[name])
         return self._proof(rows, rounding, unit)
 
     def _decoded(

@@ -12,14 +12,19 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, compose, helper, numpy_helper, parser
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CacheDtype, CachePlan, PlanOptions
 from trt_kvcache.importer.protos import copied, replace_field
 
-__all__ = ["hadamard", "with_numbers", "with_quantized_rows"]
-
+_SCALE = """last = Constant <value_ints = [-1]> ()
+        sizes = Abs (turned)
+        largest = ReduceMax <keepdims = 1> (sizes, last)
+        part = Div (largest, most)
+        scale = Max (part, least)"""
+_FLOAT8 = f"""narrow = Cast <to = {TensorProto.FLOAT8E4M3FN}> (bounded)
+        codes = Cast <to = {TensorProto.FLOAT}> (narrow)"""
 _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
@@ -66,31 +71,18 @@ def _rounded(
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(v, np.float32), f"{prefix}/{key}") for key, v in numbers.items()
     )
-    nodes: list[NodeProto] = []
-
-    def op(operator: str, inputs: list[str], result: str, **attributes: int) -> str:
-        names = [n if n == rows else f"{prefix}/{n}" for n in inputs]
-        nodes.append(helper.make_node(operator, names, [f"{prefix}/{result}"]))
-        nodes[-1].attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
-        return result
-
-    op("MatMul", [rows, "R"], "turned")
-    if scale is None:
-        model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), f"{prefix}/last"))
-        op("Abs", ["turned"], "sizes")
-        op("ReduceMax", ["sizes", "last"], "largest", keepdims=1)
-        op("Div", ["largest", "most"], "part")
-        op("Max", ["part", "least"], "scale")
-    op("Div", ["turned", "scale"], "numbers")
-    op("Clip", ["numbers", "low", "most"], "bounded")
-    if kind is CacheDtype.FP8:
-        op("Cast", ["bounded"], "narrow", to=TensorProto.FLOAT8E4M3FN)
-        op("Cast", ["narrow"], "codes", to=TensorProto.FLOAT)
-    else:
-        op("Round", ["bounded"], "codes")
-    op("Mul", ["codes", "scale"], "back")
-    op("MatMul", ["back", "R"], "row")
-    return nodes, f"{prefix}/row"
+    inputs = ", ".join(f"float {name}" for name in ("rows", *numbers))
+    graph = compose.add_prefix_graph(parser.parse_graph(f"""rounded ({inputs}) => (float row) {{
+        turned = MatMul (rows, R)
+        {"" if scale is not None else _SCALE}
+        numbers = Div (turned, scale)
+        bounded = Clip (numbers, low, most)
+        {_FLOAT8 if kind is CacheDtype.FP8 else "codes = Round (bounded)"}
+        back = Mul (codes, scale)
+        row = MatMul (back, R)
+    }}"""), f"{prefix}/")  # fmt: skip
+    graph.node[0].input[0] = rows
+    return [*graph.node], f"{prefix}/row"
 
 
 def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelProto]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -19,11 +17,9 @@ from trt_kvcache.cpu import lean_options, open_in_time, run_in_time
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.files.links import for_session
-from trt_kvcache.importer.steps.cache_contents import CacheTensor, all_contents, find_caches, find_states
+from trt_kvcache.importer.protos import Array
+from trt_kvcache.importer.steps.cache_contents import all_contents, find_caches, find_states
 
-__all__ = ["Float32Session", "Rewritten", "TextCaches", "copy_rows", "output_of"]
-
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 
@@ -66,7 +62,9 @@ class TextCaches(ABC):
         for name, cache in updated if piece.skip and not piece.drawn else ():
             for text in {*piece.rows}.intersection(self.texts):
                 values, end = np.array(self.read(name, text)), int(self.ends[text])
-                copy_rows(cache, values, end, end + piece.skip)
+                rows = cache.physical_rows(values[None])[0]
+                skipped = np.arange(max(end + piece.skip - len(rows), 0), end + piece.skip) % len(rows)
+                rows[skipped] = rows[skipped % min(end, len(rows))]
                 self.write(name, [text], values[None])
         self.ends[list(piece.rows)] += piece.skip
         if piece.drawn:
@@ -136,13 +134,6 @@ class Rewritten(TextCaches):
             if cache.output is not None:
                 self.write(name, rows, outputs[cache.output])
         self.ends[rows] += piece.length
-
-
-def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """In one text's cache, fill the rows of tokens `length` to ``start - 1`` with copies of earlier rows, in place."""
-    rows = cache.physical_rows(values[None])[0]
-    places = np.arange(max(start - len(rows), 0), start) % len(rows)
-    rows[places] = rows[places % min(length, len(rows))]
 
 
 def output_of(plan: CachePlan) -> str:

@@ -23,8 +23,6 @@ from trt_kvcache.importer.cache_plan import CacheDtype
 from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.steps.element_types import all_types
 
-__all__ = ["MEASURED", "UNITS", "allowed", "rounding_dtype", "uneven", "with_rounding"]
-
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative rounding error, by the type that an engine rounds to: half the distance of numbers next to 1."""
 

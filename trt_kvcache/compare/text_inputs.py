@@ -6,22 +6,17 @@ import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, arrange, draw_constants, span_inputs
 from trt_kvcache.machine import free_memory
-
-__all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs", "token_table"]
-
-Array = npt.NDArray[Any]
 
 _KINDS = 256  # number of different sets of numbers; tokens beyond this number share them
 _SIZE = 0.5  # magnitude of these numbers

@@ -27,8 +27,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshold"]
-
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
 """Number of tokens. No other size may be equal: onnxruntime-genai takes any product of this width for the last one."""
@@ -69,7 +67,7 @@ class Sizes:
     """The sizes of a checkpoint, and the small sizes of its twin (small model with random weights).
 
     Attributes:
-        layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
+        layers, heads, size, hidden, positions: sizes of the checkpoint; `size` is that of a head.
         width, head: sizes of hidden states and heads in the twin, divided by those of the checkpoint.
         kept: indices of the checkpoint's layers that the twin keeps; an index may occur twice.
         length: number of positions of the twin.
@@ -81,7 +79,6 @@ class Sizes:
     size: int
     hidden: int
     positions: int
-    vocabulary: int
     width: float
     head: float
     kept: tuple[int, ...]
@@ -114,10 +111,10 @@ class Sizes:
         original = next((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), positions)
         times = positions // original if original and positions > original else 1
         grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
-        ids = sorted({v for k, value in config.items() if k.endswith("token_id") for v in _listed(value) if _counts(v)})
+        special = [v if isinstance(v, list) else [v] for k, v in config.items() if k.endswith("token_id")]
+        ids = sorted({v for values in special for v in values if _counts(v)})
         return Sizes(
-            layers, heads, size, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
-            min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
+            layers, heads, size, hidden, positions, min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
             THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
             {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
         )  # fmt: skip
@@ -183,10 +180,6 @@ def threshold(config: Mapping[str, Any]) -> int | None:
 
 def _counts(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -316,7 +309,8 @@ def make(checkpoint: Path, folder: Path) -> None:
         if _TOKENIZER.search(file.name):
             shutil.copyfile(file, folder / file.name)
     (folder / "decode.json").write_text(json.dumps(DECODE), encoding="utf-8")
-    _runner().save_logits(folder / "logits.npz", _runner().decode(model, **DECODE))
+    runner = import_module("checkpoint")
+    runner.save_logits(folder / "logits.npz", runner.decode(model, **DECODE))
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
@@ -346,23 +340,17 @@ def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
-            rows = _runner().decode(model, **DECODE)
+            rows = import_module("checkpoint").decode(model, **DECODE)
             parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
             return float(max(parts))
         except Exception:  # noqa: BLE001 - transformers raises many kinds of errors for settings that do not fit
             return float("inf")
 
 
-def _runner() -> Any:
-    if str(Path(__file__).parent) not in sys.path:
-        sys.path.append(str(Path(__file__).parent))
-    return import_module("checkpoint")
-
-
 def main() -> None:
     """Run the command line."""
-    torch: Any = import_module("torch")
-    torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).parent))
+    import_module("torch").set_num_threads(1)
     if len(sys.argv) == 3:
         make(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
