@@ -100,14 +100,10 @@ class Decode:
             chooses = self.goes_on and number + 1 == len(self.tokens)
             for at, row in enumerate(piece.rows if chooses else ()):
                 texts[row] += self.tokens[number][at].tolist()
-                ahead[row] = _next(texts[row], logits[at, -1])
+                scores = np.nan_to_num(logits[at, -1].astype(np.float64), nan=-np.inf)
+                scores[[b for a, b in pairwise(texts[row]) if a == texts[row][-1]]] = -np.inf
+                ahead[row] = int(scores.argmax())
             yield logits
-
-
-def _next(text: Sequence[int], logits: Array) -> int:
-    scores = np.nan_to_num(logits.astype(np.float64), nan=-np.inf)
-    scores[[b for a, b in pairwise(text) if a == text[-1]]] = -np.inf
-    return int(scores.argmax())
 
 
 @dataclass(frozen=True)

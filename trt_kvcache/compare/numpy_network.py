@@ -145,7 +145,7 @@ class Network:
         results = _RUN[node.op_type](node.layer, [*read, *absent])
         return results if isinstance(results, list) else [results]
 
-    def _constant(self, node: Node) -> Array:
+    def _constant(self, node: Node) -> Any:
         """Return the value of a constant layer in the type that its readers need, from a cache if possible."""
         name, layer = node.output[0], node.layer
         if name in self._constants:
@@ -186,28 +186,23 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
     return tuple(order.values())
 
 
-class _Struct(ctypes.Structure):
-    """The C struct ``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
-
-    _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
-
-
-def _weights(weights: Any) -> Array:
+def _weights(weights: Any) -> Any:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    TensorRT gives Python no arrays of bfloat16, fp8 and int4. For these types, this reads the address of the numbers
-    from the memory of the Python object (pybind11's layout), and checks the size that is stored next to the address.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. For these types, this reads the C struct
+    ``nvinfer1::Weights`` (type, address, count) from the Python object's memory (pybind11), and checks the count.
     """
     if isinstance(weights, np.ndarray):
         return weights
     kind = weights.dtype.name
-    struct = _Struct.from_address(ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0)
-    if struct.count != weights.size or not struct.values:
+    struct = ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0
+    _, address, count = map(int, (ctypes.c_int64 * 3).from_address(struct))
+    if count != weights.size or not address:
         raise UnknownLayerError(f"weights of {kind} cannot be read in this version of TensorRT")
-    size = (struct.count + 1) // 2 if kind == "INT4" else struct.count * np.dtype(_DTYPES[kind]).itemsize
-    raw = np.frombuffer((ctypes.c_uint8 * size).from_address(struct.values), np.uint8)
+    size = (count + 1) // 2 if kind == "INT4" else count * np.dtype(_DTYPES[kind]).itemsize
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     if kind == "INT4":  # two in a byte, the first in the lower half
-        return np.stack([raw << 4, raw], -1).reshape(-1)[: struct.count].view(np.int8) >> 4
+        return np.stack([raw << 4, raw], -1).reshape(-1)[:count].view(np.int8) >> 4
     return raw.view(_DTYPES[kind])
 
 

@@ -87,22 +87,17 @@ def _rounded(
 
 def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelProto]:
     """Return a plan and its model with float32 inputs and outputs instead of float8, because NumPy has no float8."""
-    values = [*model.graph.input, *model.graph.output]
-    narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
-    if not narrow:
-        return plan, model
-    wide, before, after = copied(model), list[NodeProto](), list[NodeProto]()
-    for node in wide.graph.node:
-        for names in (node.input, node.output):
-            names[:] = [f"{name}/float8" if name in narrow else name for name in names]
-    for values, casts in ((wide.graph.input, before), (wide.graph.output, after)):
-        for value in (v for v in values if v.name in narrow):
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-            ends, kind = (value.name, f"{value.name}/float8"), TensorProto.FLOAT8E4M3FN
-            if casts is after:
-                ends, kind = ends[::-1], TensorProto.FLOAT
-            casts.append(helper.make_node("Cast", ends[:1], ends[1:], value.name, to=kind))
+    wide, float8 = copied(model), TensorProto.FLOAT8E4M3FN
+    both = wide.graph.input, wide.graph.output
+    inputs, outputs = ([v for v in values if v.type.tensor_type.elem_type == float8] for values in both)
+    narrow = {v.name: f"{v.name}/float8" for v in (*inputs, *outputs)}
+    for names in (names for node in wide.graph.node for names in (node.input, node.output)):
+        names[:] = [narrow.get(name, name) for name in names]
+    before = [helper.make_node("Cast", [v.name], [narrow[v.name]], v.name, to=float8) for v in inputs]
+    after = [helper.make_node("Cast", [narrow[v.name]], [v.name], v.name, to=TensorProto.FLOAT) for v in outputs]
     replace_field(wide.graph.node, [*before, *wide.graph.node, *after])
+    for value in (*inputs, *outputs):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
     tensors = tuple(replace(t, dtype="float") if t.name in narrow else t for t in plan.tensors)
     caches = tuple(replace(c, dtype="float") if c.past in narrow else c for c in plan.caches)
     return replace(plan, tensors=tensors, caches=caches), wide

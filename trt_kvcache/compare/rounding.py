@@ -47,6 +47,7 @@ _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
+_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its reader
 _PREFIX = "trt_kvcache.proof/"
 
 
@@ -87,23 +88,14 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
 
 
 def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> int | None:
-    """Return the type of the weight that a node computes with; None if the node reads no weight."""
+    """Return the type of the weight (or of its scales) that a node computes with; None if the node reads no weight."""
     read = node.input if node.op_type.endswith("Normalization") else node.input[:2]
     for name in node.input[2:3] if node.op_type == "MatMulNBits" else read:
-        tensor = _followed(name, weights, makes)
-        if tensor is not None and tensor.data_type in _BITS:
-            return int(tensor.data_type)
+        while name not in weights and name in makes and makes[name].op_type in _MOVES:
+            name = makes[name].input[1 if makes[name].op_type == "DequantizeLinear" else 0]
+        if name in weights and weights[name].data_type in _BITS:
+            return int(weights[name].data_type)
     return None
-
-
-def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight that a tensor is a (moved) copy of; for a dequantized weight, its scales. None: no weight."""
-    while name not in weights:
-        node = makes.get(name)
-        if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
-            return None
-        name = node.input[1 if node.op_type == "DequantizeLinear" else 0]
-    return weights[name]
 
 
 def allowed(
