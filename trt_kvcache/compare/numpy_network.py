@@ -447,7 +447,8 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 def _scales(layer: Any, data: Array, scale: Any) -> Any:
-    """Return the scales of a (de)quantize layer in a shape that broadcasts to the data."""
+    """Return the scales (or zero points; None: 0) of a (de)quantize layer, float32, in a shape that broadcasts."""
+    scale = np.zeros((), np.float32) if scale is None else scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(())
     if scale.ndim == 1:
@@ -465,37 +466,23 @@ def _codes(values: Array, kind: str) -> Any:
     return np.clip(np.rint(values), low, high)
 
 
-def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
-    data = x[0].astype(np.float32)
-    if x[2] is not None:
-        data = data - _scales(layer, data, x[2].astype(np.float32))
-    return data * _scales(layer, data, x[1])
-
-
 def _convolution(layer: Any, x: Sequence[Any]) -> Any:
-    sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
-    kernel = _weights(layer.kernel).astype(np.float32) if x[1] is None else x[1]
+    given = ((layer.kernel, x[1]), (layer.bias, x[2]))
+    kernel, bias = (_weights(own).astype(np.float32) if read is None else read for own, read in given)
     if "SAME" in _name(layer.padding_mode):
         raise UnknownLayerError(f"its padding is {_name(layer.padding_mode)}")
     pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
-    data, spatial = np.pad(x[0], pads), tuple(range(2, x[0].ndim))
-    dilations = tuple(layer.dilation_nd)
+    sizes, dilations, rank = tuple(layer.kernel_size_nd), tuple(layer.dilation_nd), x[0].ndim - 2
     reach = tuple(d * (n - 1) + 1 for d, n in zip(dilations, sizes, strict=True))
-    windows = np.lib.stride_tricks.sliding_window_view(data, reach, spatial)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x[0], pads), reach, tuple(range(2, 2 + rank)))
     windows = windows[tuple(slice(None, None, step) for step in (1, 1, *tuple(layer.stride_nd), *dilations))]
-    rank, (batch, channels) = len(sizes), data.shape[:2]
-    windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
-    kernel = kernel.reshape(groups, maps // groups, channels // groups, *sizes)
+    batch, groups, maps = len(windows), layer.num_groups, layer.num_output_maps
+    windows = windows.reshape(batch, groups, -1, *windows.shape[2:])
+    kernel = kernel.reshape(groups, maps // groups, -1, *sizes)
     out, inner = list(range(3, 3 + rank)), list(range(3 + rank, 3 + 2 * rank))
     total = np.einsum(windows, [0, 1, 2, *out, *inner], kernel, [1, 49, 2, *inner], [0, 1, 49, *out])
     total = total.reshape(batch, maps, *total.shape[3:])
-    bias = _weights(layer.bias).astype(np.float32) if x[2] is None else x[2]
     return total + bias.reshape(1, -1, *[1] * rank) if bias.size else total
-
-
-def _one_hot(layer: Any, x: Sequence[Any]) -> Any:
-    indices, (off, on), depth = x[0], x[1], _ints(x[2])[0]
-    return np.moveaxis(np.where(indices[..., None] == np.arange(depth), on, off), -1, layer.axis)
 
 
 def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
@@ -522,7 +509,7 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "CONCATENATION": lambda layer, x: np.concatenate([v for v in x if v is not None], layer.axis),
     "CONVOLUTION": _convolution,
     "CUMULATIVE": _cumulative,
-    "DEQUANTIZE": _dequantize,
+    "DEQUANTIZE": lambda layer, x: (x[0].astype(np.float32) - _scales(layer, x[0], x[2])) * _scales(layer, x[0], x[1]),
     "EINSUM": lambda layer, x: np.einsum(layer.equation, *(v for v in x if v is not None)),
     "ELEMENTWISE": lambda layer, x: _ELEMENTWISE[_name(layer.op)](x[0], x[1]),
     "FILL": _fill,
@@ -532,7 +519,9 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "MATRIX_MULTIPLY": _matrix_multiply,
     "NON_ZERO": lambda _, x: np.stack(np.nonzero(x[0])),
     "NORMALIZATION": _normalization,
-    "ONE_HOT": _one_hot,
+    "ONE_HOT": lambda layer, x: np.moveaxis(
+        np.where(x[0][..., None] == np.arange(_ints(x[2])[0]), x[1][1], x[1][0]), -1, layer.axis
+    ),
     "PARAMETRIC_RELU": lambda _, x: np.where(x[0] >= 0, x[0], x[0] * x[1]),
     "QUANTIZE": lambda layer, x: _codes(x[0] / _scales(layer, x[0], x[1]), _name(layer.to_type)),
     "REDUCE": lambda layer, x: _REDUCE[_name(layer.op)](x[0], axis=_axes(layer.axes), keepdims=layer.keep_dims),

@@ -52,8 +52,7 @@ _WINDOW = re.compile(r"window(_size|_len)?$|attention_chunk_size$|^local_attenti
 _PERIOD = re.compile(r"(pattern|interval|period|step|every_n_layers|layer_group_size)$")
 _EXPERT = re.compile(r"(num|n)_(\w+_)?experts$|expert_num$")
 _CHOSEN = re.compile(r"experts?_per_tok(en)?$|topk$|top_k$|moe_k$")
-_SHARED = re.compile(r"shared_experts$")
-_GROUPS = re.compile(r"^n_group$|expert_group$")
+_SHARED = re.compile(r"shared_experts$|^n_group$|expert_group$")
 _LAYERED = re.compile(r"layer(?!.*size)|_k_dense_")
 _LISTED = re.compile(r"layer|idx|ids$")
 _TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
@@ -162,7 +161,7 @@ class Sizes:
             (name.endswith("chunk_size"), min(value, 8)),
             (_HEAD.search(name), few if value == self.heads else other_heads),
             (_HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")), of_head),
-            (_CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name), min(value, 2)),
+            (_CHOSEN.search(name) or _SHARED.search(name), min(value, 2)),
             (name == "topk_group", 1),
             (_EXPERT.search(name), min(value, EXPERTS)),
             (_PERIOD.search(name), min(value, 2)),
