@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto
 
+from trt_kvcache.compare.numpy_network import Node
 from trt_kvcache.importer.protos import Array, copied
-
-if TYPE_CHECKING:
-    from trt_kvcache.compare.numpy_network import Node
 
 GARBAGE = 1e4
 """The value in cache rows without a token: finite, as in a session, and far above the values in caches."""

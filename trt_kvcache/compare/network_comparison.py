@@ -185,13 +185,10 @@ class NetworkWatch:
                 f"the model: {error}"
             )
         differs: dict[str, bool] = {}
-
-        def watch(node: Any, results: Sequence[Array]) -> None:
-            for name, values in zip(node.output, results, strict=True):
-                if name in wanted:
-                    differs[name] = share_between(wanted[name], values, self._garbage) > LIMIT
-
-        self._network.run(feeds, watch)
+        self._network.run(feeds, lambda node, results: differs.update(
+            (name, share_between(wanted[name], values, self._garbage) > LIMIT)
+            for name, values in zip(node.output, results, strict=True) if name in wanted
+        ))  # fmt: skip
         outputs = [o.name for o in self._model.graph.output]
         return first_layer(self._network.nodes, differs, outputs) or "no layer before it differs"
 
