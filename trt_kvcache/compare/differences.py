@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto
@@ -42,24 +42,11 @@ class Share:
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """Return the difference of two arrays of equal shape, as if all numbers were the logits of one position."""
-    return Share(*share_of_logits(wanted.reshape(-1), had.reshape(-1)).tolist())
-
-
-def share_of_logits(wanted: Array, had: Array) -> Array:
-    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
-    if wanted.shape != had.shape:
-        return np.full((2, *wanted.shape[:-1]), math.inf)
-    shares = np.empty((2, *wanted.shape[:-1]))
-    for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
-        shares[(slice(None), *place)] = _of_position(wanted[place].astype(np.float64), had[place].astype(np.float64))
-    return shares
-
-
-def _of_position(one: Array, other: Array) -> tuple[float, float]:
+    """Return the difference of two arrays of equal size, as if all numbers were the logits of one position."""
+    one, other = wanted.reshape(-1).astype(np.float64), had.reshape(-1).astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)):
-        return math.inf, math.inf
+        return Share(math.inf, math.inf)
     with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
         finite = np.where(known, one, 0)
         error = np.where(known, other - finite, 0)
@@ -67,7 +54,16 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
         largest = 0.0 if far == 0 else far / np.abs(finite).max()
         centered = np.where(known, one - finite.mean(), 0)
         typical = np.nan_to_num(np.linalg.norm(error) / np.linalg.norm(centered), posinf=np.inf)
-    return float(largest), float(typical)
+    return Share(float(largest), float(typical))
+
+
+def share_of_logits(wanted: Array, had: Array) -> Array:
+    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
+    shares = np.full((2, *wanted.shape[:-1]), math.inf)
+    if wanted.shape == had.shape:
+        for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
+            shares[(slice(None), *place)] = astuple(share_of(wanted[place], had[place]))
+    return shares
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:

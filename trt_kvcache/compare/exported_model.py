@@ -79,14 +79,11 @@ class Exported:
             )
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length
-        rings = bool(ring_rows(source, plan))
-        self._inputs = TextInputs(plan, IndexLimits({}, {}), given, table, seed=seed, rings=rings)
+        rings = ring_rows(source, plan)
+        self._inputs = TextInputs(plan, IndexLimits({}, {}), given, table, seed=seed, rings=bool(rings))
         self._interface = OriginalInterface(plan) if plan.original else None
-        self._caches = {
-            c.role.name: as_text(c, plan, fixed_rows(plan, source.proto.graph.input), c.update.capacity)
-            if c.update is not None else c
-            for c in (*find_caches(plan), *find_states(plan))
-        }  # fmt: skip
+        caches, fixed = (*find_caches(plan), *find_states(plan)), fixed_rows(plan, source.proto.graph.input)
+        self._caches = {c.role.name: as_text(c, plan, fixed, c.update.capacity if c.update else 0) for c in caches}
         self._carried = {past: c.output for past, c in self._caches.items() if c.output is not None}
         found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
         found += [o.name for o in source.proto.graph.output if o.name not in self._carried.values()]

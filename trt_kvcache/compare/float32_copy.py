@@ -74,12 +74,10 @@ class Float32Copies:
 
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
         """Store the transposes of weight matrices, so that sessions need not compute them."""
+        moved = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2]
         matrices = {
-            t.name: t
-            for t in graph.initializer
-            if t.data_location == TensorProto.EXTERNAL and t.data_type == TensorProto.FLOAT  # others may be packed
-            if len(t.dims) == 2 and all(t.dims)
-        }
+            t.name: t for t in moved if all(t.dims) and t.data_type == TensorProto.FLOAT
+        }  # others may be packed
         for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in matrices]:
             if node.attribute and [*node.attribute[0].ints] != [1, 0]:
                 continue

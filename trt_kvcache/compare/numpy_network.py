@@ -387,17 +387,9 @@ def _fill(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _rotary(layer: Any, x: Sequence[Any]) -> Any:
-    data, cos, sin = x[0], x[1], x[2]
-    if x[3] is not None:
-        cos, sin = cos[x[3]], sin[x[3]]
-    size = layer.rotary_embedding_dim or data.shape[-1]
-    turned, rest = data[..., :size], data[..., size:]
-    first, second = (
-        (slice(0, None, 2), slice(1, None, 2)) if layer.interleaved else (slice(size // 2), slice(size // 2, None))
-    )
-    a, b, cos, sin, result = turned[..., first], turned[..., second], cos[:, None], sin[:, None], np.empty_like(turned)
-    result[..., first], result[..., second] = a * cos - b * sin, a * sin + b * cos
-    return np.concatenate([result, rest], -1)
+    from onnx.reference.ops.op_rotary_embedding import rotary_embedding  # slow to import
+
+    return rotary_embedding(x[0], x[1], x[2], x[3], layer.interleaved, layer.rotary_embedding_dim)
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:

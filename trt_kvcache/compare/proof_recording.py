@@ -236,9 +236,8 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
     limits = replace(limits, longest=min(limits.longest, chunk), linear=min(ends, default=None))
     bound = min((c for c in (limits.linear, *limits.circular) if c is not None), default=0)
-    places = {_SETTLED: "decode", _SPAN: "span"} if bound > _SPAN and limits.length is None else {_SETTLED: "decode"}
-    if limits.linear is not None:
-        places = {place: name for place, name in places.items() if place < limits.linear}
+    places = {_SETTLED: "decode"} | ({_SPAN: "span"} if bound > _SPAN and limits.length is None else {})
+    places = {place: name for place, name in places.items() if limits.linear is None or place < limits.linear}
     kept = min(bounds.logits or _POSITIONS, _POSITIONS)
 
     def planned(tokens: int) -> tuple[Piece, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import astuple
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -139,5 +140,5 @@ def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]
-    squares = np.square([(s.largest, s.typical) for s in known or [Share(0, 0)]])
+    squares = np.square([astuple(share) for share in known or [Share(0, 0)]])
     return Share(*map(float, np.sqrt(squares.mean(0)) / 2))
