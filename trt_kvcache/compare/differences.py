@@ -20,9 +20,8 @@ GARBAGE = 1e4
 class Share:
     """The difference of two outputs in one row, relative to the size of the output.
 
-    Attributes:
-        largest: largest difference, divided by the largest number.
-        typical: norm of the difference, divided by the norm of the centered numbers.
+    `largest` is the largest difference divided by the largest number; `typical` the norm of the difference divided by
+    the norm of the centered numbers (less their mean).
     """
 
     largest: float

@@ -28,8 +28,7 @@ _DTYPES: dict[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT64": np.int64, "INT32": np.int32,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn, "INT4": np.int8,
 }  # fmt: skip
-_HALVES = ("HALF", "BF16")
-_MOST_INPUTS = 6  # of a layer with optional inputs
+_ABSENT = (None,) * 6  # optional inputs that a layer does not have
 _CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
 
 
@@ -68,8 +67,7 @@ class Network:
     """A parsed network that runs in NumPy. Floating-point tensors are float32, so that no rounding hides small faults.
 
     The network, its builder and its parser must live as long as this object. `trt` is the module that parsed the
-    network; `updates` are the plugin's cache-update operators, by first output. Raises `UnknownLayerError` for an
-    unknown layer.
+    network; `updates` are the plugin's cache-update operators, by first output. Unknown layers: `UnknownLayerError`.
     """
 
     def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
@@ -141,8 +139,7 @@ class Network:
             return [self._constant(node)]
         if node.op_type == "PLUGIN_V3":
             return _plugin_update(self._updates[node.output[0]], read)
-        absent = [None] * (_MOST_INPUTS - len(read))
-        results = _RUN[node.op_type](node.layer, [*read, *absent])
+        results = _RUN[node.op_type](node.layer, [*read, *_ABSENT])
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Any:
@@ -160,12 +157,10 @@ class Network:
         return values
 
 
-def _converted(given: Any, dtype: str) -> Array:
+def _converted(given: Any, dtype: str) -> Any:
     """Convert values to the type of a tensor; narrow floating-point types become float32."""
-    values: Array = np.asarray(given)
-    if dtype == "BOOL":
-        return np.asarray(values != 0)
-    return values.astype(np.float32 if dtype in _HALVES else _DTYPES[dtype], copy=False)
+    kind = np.float32 if dtype in ("HALF", "BF16") else _DTYPES[dtype]
+    return np.asarray(np.asarray(given) != 0 if dtype == "BOOL" else given).astype(kind, copy=False)
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
@@ -434,7 +429,7 @@ def _normalization(layer: Any, x: Sequence[Any]) -> Any:
 def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
     (axis,), count = _axes(layer.axes), layer.k if x[1] is None else _ints(x[1])[0]
     order = np.argsort(-x[0] if _name(layer.op) == "MAX" else x[0], axis=axis, kind="stable")
-    places = np.take(order, np.arange(count), axis)
+    places = order.take(range(count), axis)
     return [np.take_along_axis(x[0], places, axis), places]
 
 

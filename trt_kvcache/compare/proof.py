@@ -149,8 +149,7 @@ def draws_digest(seed: int) -> str:
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
     """Return W numbers of each of the newest T cache rows of one text, ``[T, W]``, spread over all heads.
 
-    `values` are ``[*physical_shape[1:]]`` of one text with `end` tokens. T is `count` (1 for a state), W at most
-    `width`.
+    `values` are ``[*physical_shape[1:]]`` of a text with `end` tokens. T is `count` (1 for a state), W at most `width`.
     """
     rows = cache.physical_rows(values[None])[0]
     rows = rows.reshape(1 if cache.update is None else len(rows), -1)

@@ -73,7 +73,6 @@ def record_proof(
         OptionError: the decode does not fit into memory, or takes too long.
         OutputError: temporary files do not fit onto the disk.
     """
-    path = imported.source.path
     for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:
             raise UnsupportedModelError(
@@ -83,7 +82,7 @@ def record_proof(
         try:
             return _Recording(imported, bounds, steps, Float32Copies(Path(name)), replaced).run(watch, seconds)
         except RunError as error:
-            raise UnsupportedModelError(f"{path}: ONNX Runtime cannot run the model: {error}") from None
+            raise UnsupportedModelError(f"{imported.source.path}: ONNX Runtime cannot run the model: {error}") from None
 
 
 def chooses_experts(model: ModelProto) -> bool:
@@ -134,13 +133,12 @@ class _Recording:
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
         """Return logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
-        session, took, decode = Float32Session(model, self._folder), 0.0, self.decode
+        session, times, decode = Float32Session(model, self._folder), list[float](), self.decode
 
         def run(feeds: Feeds) -> Feeds:
-            nonlocal took
             began = time.monotonic()
             outputs = session.run(feeds)
-            took += time.monotonic() - began
+            times.append(time.monotonic() - began)
             return outputs
 
         inputs = TextInputs(self._plan, self._limits, self._given, self._table)
@@ -149,7 +147,7 @@ class _Recording:
         logits, rows = list[Array](), dict[str, Array]()
         for count, values in enumerate(decode.steps(runner), 1):
             logits.append(values)
-            part = decode.pieces[count - 1].part
+            part, took = decode.pieces[count - 1].part, sum(times)
             if seconds is not None and took > seconds and count < len(decode.pieces):
                 if count < _LEAST:
                     raise OptionError(

@@ -24,14 +24,10 @@ Feeds = dict[str, Array]
 
 
 class TextCaches(ABC):
-    """The caches of several texts as inputs of the rewritten model, and the number of tokens of each text.
+    """The caches of several texts as inputs of the rewritten model.
 
-    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents.
-
-    Attributes:
-        tensors: the planned caches and states, by name of the past.
-        ends: number of tokens of each text.
-        texts: the texts whose caches are held here.
+    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents. `tensors` are the
+    planned caches and states, by name of the past; `ends` the number of tokens of each text; `texts` those in memory.
     """
 
     def __init__(self, plan: CachePlan, garbage: float, seed: int) -> None:
@@ -74,10 +70,8 @@ class TextCaches(ABC):
 class Rewritten(TextCaches):
     """Decodes texts with the rewritten model, whose outputs `run` computes; all floats are float32.
 
-    Attributes:
-        caches: caches and states ``[rows, *physical_shape[1:]]``, by name of the past input.
-        watch: called with the inputs and outputs of each step.
-        name: name of the runtime.
+    `caches` are caches and states ``[rows, *physical_shape[1:]]``, by name of the past input. `watch` is called with
+    the inputs and outputs of each step.
     """
 
     name = f"ONNX Runtime {ort.__version__}, float32"

@@ -45,12 +45,9 @@ class TextInputs:
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
     def feeds(self, piece: Piece, starts: Sequence[int], tokens: Array | None = None) -> dict[str, Array]:
-        """Return the model's inputs for a step, except the caches.
+        """Return the model's inputs for the step `piece`, except the caches.
 
-        Args:
-            piece: the step.
-            starts: number of tokens that each text of the piece has before the step.
-            tokens: int64 ``[R, length]``; None: random tokens.
+        `starts` are the numbers of tokens of its texts before the step. `tokens`: int64 ``[R, length]``; None: random.
         """
         plan, rows = self._plan, list(piece.rows)
         step = Step(piece.length, tuple(starts), tuple(start + piece.length for start in starts))

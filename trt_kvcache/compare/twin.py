@@ -22,7 +22,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,7 @@ _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
 _HEAD = re.compile(r"(^|_)(n|num)_(\w+_)?heads?(_kv)?$|attention_heads$|^num_query_groups$|^multi_query_group_num$")
 _HEAD_SIZE = re.compile(r"head_dim$|head_size$|headdim$|d_head$|dim_head$|^kv_channels$|^d_kv$|^rotary_dim$|_dim_head$")
 _SIZE = re.compile(r"(size|dim|width|rank|inner|embd|d_state|dff|d_ff|dim_ff|d_ssm)$|hidden_size_per_layer_input$")
-_LENGTH = re.compile(
-    r"max_position_embeddings$|n_positions$|n_ctx$|max_seq_len$|seq_length$|max_length$|context_length$"
-)
+_LENGTH = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_length|context_length)$")
 _THRESHOLD = re.compile(r"^original_max_position|floor_scale$|scaling_n_floor$")
 _WINDOW = re.compile(r"window(_size|_len)?$|attention_chunk_size$|^local_attention|^index_topk$")
 _PERIOD = re.compile(r"(pattern|interval|period|step|every_n_layers|layer_group_size)$")
@@ -61,9 +58,10 @@ _NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_v
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 
-@dataclass(frozen=True)
 class Sizes:
     """The sizes of a checkpoint, and the small sizes of its twin (small model with random weights).
+
+    `config` is what transformers' `to_dict` returns. Raises `ValueError` if a size is missing.
 
     Attributes:
         layers, heads, size, hidden, positions: sizes of the checkpoint; `size` is that of a head.
@@ -73,50 +71,32 @@ class Sizes:
         ids: maps each special token's id in the checkpoint to its id in the twin.
     """
 
-    layers: int
-    heads: int
-    size: int
-    hidden: int
-    positions: int
-    width: float
-    head: float
-    kept: tuple[int, ...]
-    length: int
-    ids: dict[int, int]
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Sizes:
-        """Read the sizes from a configuration as transformers' `to_dict` returns it.
-
-        Raises `ValueError` if one is missing.
-        """
+    def __init__(self, config: Mapping[str, Any]) -> None:
         first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
                  for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
-        layers, heads, hidden = first["layers"], first["heads"], first["hidden"]
         if missing := [name for name, value in first.items() if not value]:
             raise ValueError(f"config.json does not say its number of {' and '.join(missing)}")
+        self.layers, self.heads, self.hidden = _, heads, hidden = first.values()
         sizes = [v for k, v in config.items() if _HEAD_SIZE.search(k) and _counts(v) and k != "qk_head_dim"]
-        size = config.get("head_dim") or hidden // heads
+        self.size = size = config.get("head_dim") or hidden // heads
         largest = max([*sizes, size]) if config.get("qk_rope_head_dim") is None else max(sizes)
         part = next((v for k, v in _all_items(config) if k in _PARTIAL and isinstance(v, float)), 1.0)
         # onnxruntime-genai needs the rotated part of a head to be a multiple of 16.
         wanted = next((n for n in (32, 40, 48, 64, 80, 96, 128) if n * part % 16 == 0), 64)
-        head = min(1.0, wanted / largest)
-        few = min(heads, HEADS)
-        inner = few * round(size * head)
+        self.head = min(1.0, wanted / largest)
+        inner = min(heads, HEADS) * round(size * self.head)
         wide = inner if heads * size == hidden else 2 * inner if heads * size < hidden else max(inner // 2, 32)
+        self.width = min(1.0, wide / hidden)
         rope = dict(_all_items({k: v for k, v in config.items() if k.startswith("rope_")}))
-        positions = next((v for k, v in config.items() if _LENGTH.search(k) and _counts(v)), 0)
+        self.positions = positions = next((v for k, v in config.items() if _LENGTH.search(k) and _counts(v)), 0)
         original = next((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), positions)
         times = positions // original if original and positions > original else 1
         grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
         special = [v if isinstance(v, list) else [v] for k, v in config.items() if k.endswith("token_id")]
         ids = sorted({v for values in special for v in values if _counts(v)})
-        return Sizes(
-            layers, heads, size, hidden, positions, min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
-            THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
-            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
-        )  # fmt: skip
+        self.kept = tuple(_kept_layers(config, self.layers))
+        self.length = THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64))
+        self.ids = {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)}
 
     def small(self, name: str, value: Any) -> Any:
         """Return the value of a setting in the twin (small model with random weights)."""
@@ -224,7 +204,7 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
     models = [k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v]
     parts, sizes = [k for k in models if isinstance(whole.get(k), dict)], outer
     try:
-        sizes = Sizes.of(whole)
+        sizes = Sizes(whole)
     except ValueError:
         if outer is None and not parts:
             raise
@@ -340,8 +320,7 @@ def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
         try:
             model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
             rows = import_module("checkpoint").decode(model, **DECODE)
-            parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
-            return float(max(parts))
+            return float(max(abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found))
         except Exception:  # noqa: BLE001 - transformers raises many kinds of errors for settings that do not fit
             return float("inf")
 
