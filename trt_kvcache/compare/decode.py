@@ -176,10 +176,9 @@ def plan_pieces(
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
-    places_of = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
-    # Texts of one batch may have different lengths if masks and positions have one row for each text.
-    ragged = limits.ragged and limits.indexed and not limits.fixed_batch
-    ragged = ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in places_of)
+    shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
+    shared = [t for t in shared if "batch" not in t.axes and t.shape[:1] != (limits.batch,)]  # by all texts
+    ragged = limits.ragged and limits.indexed and not limits.fixed_batch and not shared  # texts of different lengths
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
     def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:

@@ -73,8 +73,6 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
     """
     if expected.shape != actual.shape:
         return math.inf
-    if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
-        return 0.0 if np.array_equal(expected, actual) else math.inf
     differs = expected != actual  # few rows of caches differ: equal numbers need no further work
     one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
     known = np.isfinite(one)
@@ -84,7 +82,8 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
     if not difference.size:
         return 0.0
     if expected.dtype.kind in "iub":
-        return math.inf if difference.max() > 1 or difference.size > 1e-3 * expected.size else 0.0
+        few = 1e-3 * expected.size if expected.dtype.itemsize == 1 else 0
+        return math.inf if difference.max() > 1 or difference.size > few else 0.0
     sizes = np.abs(expected)
     counts = np.isfinite(sizes) & (np.abs(sizes - garbage) > 0.01 * garbage)
     scale = float(sizes.max(initial=0, where=counts))

@@ -64,8 +64,9 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        equal = f"equal in {self.steps} steps, within {self.difference:.1g}"
-        return f"not compared: {self.note}" if self.note else equal
+        return (
+            f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
+        )
 
     def check(self) -> None:
         """Raise `BuildError` if an output differs."""

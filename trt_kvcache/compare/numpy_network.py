@@ -365,9 +365,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
     first, second = _name(layer.op0), _name(layer.op1)
     a = a[..., None, :] if first == "VECTOR" else np.swapaxes(a, -1, -2) if first == "TRANSPOSE" else a
     b = b[..., None] if second == "VECTOR" else np.swapaxes(b, -1, -2) if second == "TRANSPOSE" else b
-    product = a @ b
-    product = product[..., 0, :] if first == "VECTOR" else product
-    return product[..., 0] if second == "VECTOR" else product
+    return np.squeeze(a @ b, tuple(axis for axis, kind in ((-2, first), (-1, second)) if kind == "VECTOR"))
 
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:

@@ -48,14 +48,12 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
             raise UnsupportedModelError(
                 f"the new rows of '{cache.past}' cannot be rounded, because no TensorScatter writes this cache"
             )
-        size = cache.physical_shape[-1]
-        assert isinstance(size, int)
+        size = int(cache.physical_shape[-1])
         value = None if options.cache_ranges is None else options.cache_ranges[cache.past] / most
         nodes, rounded = _rounded(copy, node.input[1], cache.past, size, most, value, options.cache_dtype)
         before.setdefault(node.name, []).extend(nodes)
         node.input[1] = rounded
-    order = [n for node in copy.graph.node for n in (*before.get(node.name, ()), node)]
-    replace_field(copy.graph.node, order)
+    replace_field(copy.graph.node, [n for node in copy.graph.node for n in (*before.get(node.name, ()), node)])
     return copy
 
 

@@ -140,10 +140,7 @@ def output_of(plan: CachePlan) -> str:
 
 
 class Float32Session:
-    """Runs a float32 model in ONNX Runtime, without fusions; its weights stay in their files.
-
-    Raises `RunError` if ONNX Runtime refuses the model.
-    """
+    """Runs a float32 model in ONNX Runtime, without fusions. Raises `RunError` if ONNX Runtime refuses the model."""
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
         options = lean_options(ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
@@ -152,10 +149,7 @@ class Float32Session:
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Return the model's outputs by name.
-
-        Extra entries of `feeds` are ignored. Raises `RunError` if the step cannot run.
-        """
+        """Return all outputs by name. Extra `feeds` are ignored. Raises `RunError` if the model cannot run on them."""
         values = run_in_time(self._session, self._outputs, {n: v for n, v in feeds.items() if n in self._inputs})
         return dict(zip(self._outputs, values, strict=True))
 

@@ -175,18 +175,15 @@ def _is_listing(name: str, value: Any, layers: int) -> bool:
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     """Return the layers that the twin keeps: two of each kind, in the checkpoint's pattern."""
-
-    def kind(i: int) -> str:
-        return json.dumps([
-            i in v if _is_listing(k, v, layers) else v[i] for k, v in config.items()
-            if _is_listing(k, v, layers) or (isinstance(v, (list, str)) and len(v) == layers > 1 and k != "model_type")
-        ])  # fmt: skip
-
     periods = any(_PERIOD.search(k) and _counts(v) and v > 1 for k, v in config.items())
     layered = [v for k, v in config.items() if _LAYERED.search(k) and not _COUNT.search(k) and _counts(v)]
     kinds: dict[str, list[int]] = {}
     for i in range(layers):
-        kinds.setdefault(kind(i), []).append(i)
+        kind = json.dumps([
+            i in v if _is_listing(k, v, layers) else v[i] for k, v in config.items()
+            if _is_listing(k, v, layers) or (isinstance(v, (list, str)) and len(v) == layers > 1 and k != "model_type")
+        ])  # fmt: skip
+        kinds.setdefault(kind, []).append(i)
     pairs = [(of[0], of[1] if len(of) > 1 else of[0]) for of in list(kinds.values())[:LAYERS]]
     if len(pairs) == 1:
         return [*range(min(layers, LAYERS if periods or min(layered, default=layers) < layers - 1 else 2))]
