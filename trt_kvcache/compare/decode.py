@@ -177,7 +177,7 @@ def plan_pieces(
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
     shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
-    shared = [t for t in shared if "batch" not in t.axes and t.shape[:1] != (limits.batch,)]  # by all texts
+    shared = [t for t in shared if "batch" not in t.axes and t.shape[:1] != (limits.batch,)]  # one row for all
     ragged = limits.ragged and limits.indexed and not limits.fixed_batch and not shared  # texts of different lengths
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 

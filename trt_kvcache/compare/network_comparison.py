@@ -177,9 +177,8 @@ class NetworkWatch:
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
         given = {name for node in self._network.nodes for name in node.output}
-        model = with_inner_outputs(self._model, given)
         try:
-            wanted = Float32Session(model, self._folder).run(feeds)
+            wanted = Float32Session(with_inner_outputs(self._model, given), self._folder).run(feeds)
         except RunError as error:
             return (
                 "the first layer that differs is unknown, because ONNX Runtime cannot return the values inside "

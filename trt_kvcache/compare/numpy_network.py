@@ -75,8 +75,7 @@ class Network:
         self._kinds = {getattr(trt.DataType, name, None): name for name in _DTYPES}
         self._classes = {n.lower(): getattr(trt, n) for n in dir(trt) if n.startswith("I") and n.endswith("Layer")}
         self._constants: dict[str, Array] = {}
-        tensors = [network.get_input(i) for i in range(network.num_inputs)]
-        self._types = {t.name: self._kinds[t.dtype] for t in tensors}
+        self._types = {t.name: self._kinds[t.dtype] for t in map(network.get_input, range(network.num_inputs))}
         self._outputs = [network.get_output(i).name for i in range(network.num_outputs)]
         nodes = [self._node(network.get_layer(i)) for i in range(network.num_layers)]
         # TensorRT represents an attention by two layers: the first has its inputs, the second computes its output.
@@ -118,9 +117,8 @@ class Network:
 
     def _node(self, layer: Any) -> Node:
         kind = layer.type.name
-        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-        names = tuple("" if t is None else t.name for t in inputs)
+        names = tuple("" if t is None else t.name for t in map(layer.get_input, range(layer.num_inputs)))
         dtypes = tuple(self._kinds.get(t.dtype, "") for t in outputs)
         node = Node(layer.name, kind, layer, names, tuple(t.name for t in outputs), dtypes)
         if kind == "PLUGIN_V3" and outputs[0].name in self._updates:
@@ -143,7 +141,6 @@ class Network:
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Any:
-        """Return the value of a constant layer in the type that its readers need, from a cache if possible."""
         name, layer = node.output[0], node.layer
         if name in self._constants:
             return self._constants[name]
@@ -158,7 +155,6 @@ class Network:
 
 
 def _converted(given: Any, dtype: str) -> Any:
-    """Convert values to the type of a tensor; narrow floating-point types become float32."""
     kind = np.float32 if dtype in ("HALF", "BF16") else _DTYPES[dtype]
     return np.asarray(np.asarray(given) != 0 if dtype == "BOOL" else given).astype(kind, copy=False)
 
@@ -229,8 +225,7 @@ def _attention(layer: Any, x: Sequence[Any]) -> Any:
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
             raise UnknownLayerError(f"it has {lengths}")
-    groups = q.shape[1] // k.shape[1]
-    batch, heads, queries, size = q.shape
+    (batch, heads, queries, size), groups = q.shape, q.shape[1] // k.shape[1]
     grouped = q.reshape(batch, k.shape[1], groups * queries, size)
     scores = (grouped @ np.swapaxes(k, -1, -2)).reshape(batch, heads, queries, k.shape[2])
     if mask is not None:
@@ -355,9 +350,7 @@ _ACTIVATION: dict[str, Callable[[Any, float, float], Any]] = {
     "GELU_ERF": lambda x, a, b: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     "GELU_TANH": lambda x, a, b: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
 }
-_REDUCE: dict[str, Callable[..., Any]] = {
-    "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean
-}  # fmt: skip
+_REDUCE: dict[str, Any] = {"SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean}
 
 
 def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:

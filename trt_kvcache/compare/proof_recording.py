@@ -68,10 +68,9 @@ def record_proof(
     files. `watch` takes the rewritten model in float32, the folder of its data and the garbage, and returns a function
     to call at each step.
 
-    Raises:
-        UnsupportedModelError: the model has no tokens or no logits, cannot run, or gives other logits than as exported.
-        OptionError: the decode does not fit into memory, or takes too long.
-        OutputError: temporary files do not fit onto the disk.
+    Raises `UnsupportedModelError` if the model has no tokens or no logits, cannot run, or gives other logits than as
+    exported; `OptionError` if the decode does not fit into memory, or takes too long; `OutputError` if temporary files
+    do not fit onto the disk.
     """
     for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:

@@ -49,7 +49,6 @@ _ROUNDED = frozenset({
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
 _MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its reader
-_PREFIX = "trt_kvcache.proof/"
 
 
 def rounding_dtype(model: ModelProto) -> str:
@@ -70,7 +69,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
         dtype = _dtype(node, weights, makes) if node.op_type in _ROUNDED and node.output[0] else None
         if dtype is None:
             continue
-        name, exact, scale = node.output[0], f"{_PREFIX}{node.output[0]}", rng.uniform(1.1, 1.9)
+        name, exact, scale = node.output[0], f"trt_kvcache.proof/{node.output[0]}", rng.uniform(1.1, 1.9)
         node.output[0] = exact
         wide = TensorProto.DOUBLE if dtype == TensorProto.DOUBLE else TensorProto.FLOAT
         factors = {"scale": scale, "split": 2.0 ** (_BITS[dtype] + int(np.log2(unit))) + 1, "back": 1 / scale}

@@ -169,6 +169,5 @@ class VerifyReport:
 
     def check(self) -> None:
         """Raise `VerificationError` if a station failed; the message names the station, step, text and token."""
-        for station in self.stations:
-            if not station.passed:
-                raise VerificationError(f"{self.model}: {station.name}: {station.failure}")
+        for station in (s for s in self.stations if not s.passed):
+            raise VerificationError(f"{self.model}: {station.name}: {station.failure}")
