@@ -1,4 +1,4 @@
-"""Prepare the exported and the rewritten model for the check: match their inputs, infer shapes, compare outputs."""
+"""Prepares the exported and the rewritten model for the check: matches inputs, infers shapes, compares outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from trt_kvcache.importer.steps.original_interface import COUNTED
 
 @dataclass
 class ModelPair:
-    """The graphs of the original and the rewritten model, with types and shapes of all tensors."""
+    """The graphs of the original and the rewritten model, with types and shapes of all tensors.
+
+    `shared` are inputs that mean the same in both models. `refuted` are tensors that differed in a comparison.
+    `last_positions` are tensors of the rewritten model that depend on the number of wanted logits.
+    """
 
     original: Graph
     rewritten: Graph
@@ -103,7 +107,8 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
     span = pair.plan.logits_span
     if span is not None and span.output not in pair.last_positions:
         raise UnsupportedModelError(
-            f"the rewritten model's output '{span.output}' does not depend on the logits span '{span.name}'"
+            f"the rewritten model's output '{span.output}' does not depend on the input '{span.name}', which says for "
+            "how many last positions logits are computed"
         )
     for name in sorted(presents):
         if any(name not in graph.makes for graph in pair.sides):
