@@ -15,10 +15,8 @@ from functools import cached_property
 from itertools import tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.arguments import as_options
@@ -41,7 +39,7 @@ from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
-from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.importer.protos import Array, byte_size, iter_scopes, iter_tensors
 from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 from trt_kvcache.importer.steps.element_types import all_types
@@ -51,7 +49,6 @@ from trt_kvcache.progress import phase
 
 __all__ = ["VerifyOptions", "VerifyReport", "verify_import", "verify_model"]
 
-Array = npt.NDArray[Any]
 
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()

@@ -2,9 +2,8 @@
 
     python checkpoint.py CHECKPOINT DECODE.json LOGITS.npz
 
-This file runs in the interpreter of an exporter, so it needs torch and transformers, but nothing of this package. A
-decode is ``{"texts": [[token, ...], ...], "cuts": [[number of tokens of a step, ...], ...]}``; the texts are decoded
-one after the other.
+This file runs in the interpreter of an exporter, so it needs torch and transformers, but nothing of this package.
+DECODE.json is ``{"texts": [[token, ...], ...], "cuts": [[number of tokens of a step, ...], ...]}``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-__all__ = ["decode", "save_logits"]
 
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:

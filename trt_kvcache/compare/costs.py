@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.cache_plan import CachePlan, cache_bytes
 
-__all__ = ["GPUS", "StepCost", "read_bandwidth", "step_cost", "usual_tokens"]
-
 GPUS = {
     "H200": 4800.0, "H100": 3350.0, "A100": 2039.0, "L40S": 864.0, "L4": 300.0, "RTX 5090": 1792.0, "RTX 4090": 1008.0,
 }  # fmt: skip

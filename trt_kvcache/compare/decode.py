@@ -6,18 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.compare.differences import share_of_logits
 from trt_kvcache.importer.cache_plan import CachePlan, Role
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, Limits
-
-__all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces"]
-
-Array = npt.NDArray[Any]
 
 _DISTANCE = 3  # difference in tokens between rows of a batch
 _REACH = 600  # most tokens of a text that are decoded to reach a place
@@ -59,11 +55,9 @@ class Runner(Protocol):
 
     def start(self, rows: int) -> None:
         """Start `rows` new texts without tokens."""
-        ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:
         """Run one step with tokens int64 ``[R, length]``; return logits ``[R, K, V]`` of the last K >= 1 positions."""
-        ...
 
 
 @dataclass
@@ -106,14 +100,10 @@ class Decode:
             chooses = self.goes_on and number + 1 == len(self.tokens)
             for at, row in enumerate(piece.rows if chooses else ()):
                 texts[row] += self.tokens[number][at].tolist()
-                ahead[row] = _next(texts[row], logits[at, -1])
+                scores = np.nan_to_num(logits[at, -1].astype(np.float64), nan=-np.inf)
+                scores[[b for a, b in pairwise(texts[row]) if a == texts[row][-1]]] = -np.inf
+                ahead[row] = int(scores.argmax())
             yield logits
-
-
-def _next(text: Sequence[int], logits: Array) -> int:
-    scores = np.nan_to_num(logits.astype(np.float64), nan=-np.inf)
-    scores[[b for a, b in pairwise(text) if a == text[-1]]] = -np.inf
-    return int(scores.argmax())
 
 
 @dataclass(frozen=True)
@@ -172,12 +162,6 @@ def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: b
     )
 
 
-def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if texts of one batch may have different lengths: masks and positions have one row for each text."""
-    shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
-    return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
-
-
 def plan_pieces(
     limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, full: bool = True,
     places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
@@ -192,7 +176,9 @@ def plan_pieces(
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
-    ragged = one_row_each(plan, limits) and limits.indexed and not limits.fixed_batch
+    shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
+    shared = [t for t in shared if "batch" not in t.axes and t.shape[:1] != (limits.batch,)]  # one row for all
+    ragged = limits.ragged and limits.indexed and not limits.fixed_batch and not shared  # texts of different lengths
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
     def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto
 
-from trt_kvcache.importer.protos import copied
-
-if TYPE_CHECKING:
-    from trt_kvcache.compare.numpy_network import Node
-
-__all__ = ["GARBAGE", "Share", "first_layer", "share_between", "share_of", "share_of_logits", "with_inner_outputs"]
-
-Array = npt.NDArray[Any]
+from trt_kvcache.compare.numpy_network import Node
+from trt_kvcache.importer.protos import Array, copied
 
 GARBAGE = 1e4
 """The value in cache rows without a token: finite, as in a session, and far above the values in caches."""
@@ -28,9 +20,8 @@ GARBAGE = 1e4
 class Share:
     """The difference of two outputs in one row, relative to the size of the output.
 
-    Attributes:
-        largest: largest difference, divided by the largest number.
-        typical: norm of the difference, divided by the norm of the centered numbers.
+    `largest` is the largest difference divided by the largest number; `typical` the norm of the difference divided by
+    the norm of the centered numbers (less their mean).
     """
 
     largest: float
@@ -50,24 +41,11 @@ class Share:
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """Return the difference of two arrays of equal shape, as if all numbers were the logits of one position."""
-    return Share(*share_of_logits(wanted.reshape(-1), had.reshape(-1)).tolist())
-
-
-def share_of_logits(wanted: Array, had: Array) -> Array:
-    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
-    if wanted.shape != had.shape:
-        return np.full((2, *wanted.shape[:-1]), math.inf)
-    shares = np.empty((2, *wanted.shape[:-1]))
-    for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
-        shares[(slice(None), *place)] = _of_position(wanted[place].astype(np.float64), had[place].astype(np.float64))
-    return shares
-
-
-def _of_position(one: Array, other: Array) -> tuple[float, float]:
+    """Return the difference of two arrays of equal size, as if all numbers were the logits of one position."""
+    one, other = wanted.reshape(-1).astype(np.float64), had.reshape(-1).astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)):
-        return math.inf, math.inf
+        return Share(math.inf, math.inf)
     with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
         finite = np.where(known, one, 0)
         error = np.where(known, other - finite, 0)
@@ -75,7 +53,16 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
         largest = 0.0 if far == 0 else far / np.abs(finite).max()
         centered = np.where(known, one - finite.mean(), 0)
         typical = np.nan_to_num(np.linalg.norm(error) / np.linalg.norm(centered), posinf=np.inf)
-    return float(largest), float(typical)
+    return Share(float(largest), float(typical))
+
+
+def share_of_logits(wanted: Array, had: Array) -> Array:
+    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
+    shares = np.full((2, *wanted.shape[:-1]), math.inf)
+    if wanted.shape == had.shape:
+        for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
+            shares[(slice(None), *place)] = astuple(share_of(wanted[place], had[place]))
+    return shares
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
@@ -86,8 +73,6 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
     """
     if expected.shape != actual.shape:
         return math.inf
-    if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
-        return 0.0 if np.array_equal(expected, actual) else math.inf
     differs = expected != actual  # few rows of caches differ: equal numbers need no further work
     one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
     known = np.isfinite(one)
@@ -97,7 +82,8 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
     if not difference.size:
         return 0.0
     if expected.dtype.kind in "iub":
-        return math.inf if difference.max() > 1 or difference.size > 1e-3 * expected.size else 0.0
+        few = 1e-3 * expected.size if expected.dtype.itemsize == 1 else 0
+        return math.inf if difference.max() > 1 or difference.size > few else 0.0
     sizes = np.abs(expected)
     counts = np.isfinite(sizes) & (np.abs(sizes - garbage) > 0.01 * garbage)
     scale = float(sizes.max(initial=0, where=counts))

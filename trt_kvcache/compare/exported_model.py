@@ -8,10 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -26,14 +24,12 @@ from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 
-__all__ = ["Exported", "ring_rows"]
-
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 
@@ -68,7 +64,10 @@ class Exported:
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
             copies = Float32Copies(Path(scratch))
         try:
-            self._session = _open(runnable(for_cpu(define(source.proto))[0]), source.path.parent, copies, edit)
+            wide, folder = copies.copy(runnable(for_cpu(define(source.proto))[0]), source.path.parent)
+            wide = edit(open_types(wide, wide=True))  # types such as float8 caches, which are only moved
+            options = lean_options(ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
+            self._session = open_in_time(for_session(wide, folder, options), options)
         except RunError as error:
             raise UnsupportedModelError(f"{source.path}: ONNX Runtime cannot open the model: {error}") from None
         self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
@@ -80,14 +79,11 @@ class Exported:
             )
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length
-        rings = bool(ring_rows(source, plan))
-        self._inputs = TextInputs(plan, IndexLimits({}, {}), given, table, seed=seed, rings=rings)
+        rings = ring_rows(source, plan)
+        self._inputs = TextInputs(plan, IndexLimits({}, {}), given, table, seed=seed, rings=bool(rings))
         self._interface = OriginalInterface(plan) if plan.original else None
-        self._caches = {
-            c.role.name: as_text(c, plan, fixed_rows(plan, source.proto.graph.input), c.update.capacity)
-            if c.update is not None else c
-            for c in (*find_caches(plan), *find_states(plan))
-        }  # fmt: skip
+        caches, fixed = (*find_caches(plan), *find_states(plan)), fixed_rows(plan, source.proto.graph.input)
+        self._caches = {c.role.name: as_text(c, plan, fixed, c.update.capacity if c.update else 0) for c in caches}
         self._carried = {past: c.output for past, c in self._caches.items() if c.output is not None}
         found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
         found += [o.name for o in source.proto.graph.output if o.name not in self._carried.values()]
@@ -161,12 +157,3 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
-
-
-def _open(
-    model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto]
-) -> ort.InferenceSession:
-    options = lean_options(ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    model, folder = copies.copy(model, folder)
-    model = edit(open_types(model, wide=True))  # types such as float8 caches, which are only moved
-    return open_in_time(for_session(model, folder, options), options)

@@ -7,7 +7,7 @@ computes float16 products in float32.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +17,6 @@ from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, help
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import all_types, state_type
-
-__all__ = ["NARROW", "Float32Copies"]
 
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"
@@ -67,47 +65,39 @@ class Float32Copies:
                     )
                     continue
                 key, blocks = _blocks(tensor, source, replaced)
-                key = key, narrow
-                if key not in self._written:
-                    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-                    wide = (np.frombuffer(block, dtype).astype(np.float32).data for block in blocks)
-                    self._append(key, data, wide if narrow else blocks)
-                kind = TensorProto.FLOAT if narrow else tensor.data_type
-                tensor.CopyFrom(self._in_file(tensor.name, tensor.dims, kind, key))
+                dtype, kind = helper.tensor_dtype_to_np_dtype(tensor.data_type), tensor.data_type
+                wide = (np.frombuffer(block, dtype).astype(np.float32).data for block in blocks)
+                moved = TensorProto(name=tensor.name, dims=tensor.dims, data_type=TensorProto.FLOAT if narrow else kind)
+                tensor.CopyFrom(self._in_file(moved, (key, narrow), data, wide if narrow else blocks))
             self._transpose(copy.graph, data)
         return copy, self._folder
 
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
         """Store the transposes of weight matrices, so that sessions need not compute them."""
+        moved = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2]
         matrices = {
-            t.name: t
-            for t in graph.initializer
-            if t.data_location == TensorProto.EXTERNAL and t.data_type == TensorProto.FLOAT  # others may be packed
-            if len(t.dims) == 2 and all(t.dims)
-        }
+            t.name: t for t in moved if all(t.dims) and t.data_type == TensorProto.FLOAT
+        }  # others may be packed
         for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in matrices]:
             if node.attribute and [*node.attribute[0].ints] != [1, 0]:
                 continue
             matrix = matrices[node.input[0]]
             (rows, columns), offset = matrix.dims, external_data_helper.ExternalDataInfo(matrix).offset or 0
-            key = (offset, "transposed")
-            if key not in self._written:
-                data.flush()
-                read = np.memmap(data.name, np.float32, "r", offset, (rows, columns))
-                parts = (read[:, at : at + _COLUMNS].T.tobytes() for at in range(0, columns, _COLUMNS))
-                self._append(key, data, parts)
-            graph.initializer.append(self._in_file(node.output[0], (columns, rows), matrix.data_type, key))
+            data.flush()
+            read = np.memmap(data.name, np.float32, "r", offset, (rows, columns))
+            parts = (read[:, at : at + _COLUMNS].T.tobytes() for at in range(0, columns, _COLUMNS))
+            turned = TensorProto(name=node.output[0], dims=(columns, rows), data_type=matrix.data_type)
+            graph.initializer.append(self._in_file(turned, (offset, "transposed"), data, parts))
             graph.node.remove(node)
 
-    def _append(self, key: Hashable, data: BinaryIO, blocks: Iterable[Any]) -> None:
-        data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
-        offset = data.tell()
-        for block in blocks:
-            data.write(block)
-        self._written[key] = offset, data.tell() - offset
-
-    def _in_file(self, name: str, dims: Sequence[int], kind: int, key: Hashable) -> TensorProto:
-        moved = TensorProto(name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL)
+    def _in_file(self, moved: TensorProto, key: Hashable, data: BinaryIO, blocks: Iterable[Any]) -> TensorProto:
+        """Let a tensor refer to the `blocks` of bytes in `data`; write them unless `key` was written before."""
+        if key not in self._written:
+            data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
+            offset = data.tell()
+            data.writelines(blocks)
+            self._written[key] = offset, data.tell() - offset
+        moved.data_location = TensorProto.EXTERNAL
         offset, length = self._written[key]
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
             moved.external_data.add(key=entry, value=value)
@@ -131,7 +121,5 @@ def _blocks(
 def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(offset)
-        while length > 0:
-            block = file.read(min(length, _BLOCK))
-            yield block
-            length -= len(block)
+        for at in range(0, length, _BLOCK):
+            yield file.read(min(length - at, _BLOCK))

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.compare.decode import Piece, plan_pieces
@@ -30,14 +29,10 @@ from trt_kvcache.errors import BuildError, OptionError, OutputError, Unsupported
 from trt_kvcache.importer.cache_plan import CachePlan, cache_bytes
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.protos import Array, byte_size, iter_tensors
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.machine import free_memory
 from trt_kvcache.plugins.operators import OPERATORS
-
-__all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_network", "too_large"]
-
-Array = npt.NDArray[Any]
 
 LIMIT = 2e-5
 """The largest allowed difference, as a share of an output's largest number: the two add in different orders.
@@ -69,8 +64,9 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        equal = f"equal in {self.steps} steps, within {self.difference:.1g}"
-        return f"not compared: {self.note}" if self.note else equal
+        return (
+            f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
+        )
 
     def check(self) -> None:
         """Raise `BuildError` if an output differs."""
@@ -181,22 +177,18 @@ class NetworkWatch:
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
         given = {name for node in self._network.nodes for name in node.output}
-        model = with_inner_outputs(self._model, given)
         try:
-            wanted = Float32Session(model, self._folder).run(feeds)
+            wanted = Float32Session(with_inner_outputs(self._model, given), self._folder).run(feeds)
         except RunError as error:
             return (
                 "the first layer that differs is unknown, because ONNX Runtime cannot return the values inside "
                 f"the model: {error}"
             )
         differs: dict[str, bool] = {}
-
-        def watch(node: Any, results: Sequence[Array]) -> None:
-            for name, values in zip(node.output, results, strict=True):
-                if name in wanted:
-                    differs[name] = share_between(wanted[name], values, self._garbage) > LIMIT
-
-        self._network.run(feeds, watch)
+        self._network.run(feeds, lambda node, results: differs.update(
+            (name, share_between(wanted[name], values, self._garbage) > LIMIT)
+            for name, values in zip(node.output, results, strict=True) if name in wanted
+        ))  # fmt: skip
         outputs = [o.name for o in self._model.graph.output]
         return first_layer(self._network.nodes, differs, outputs) or "no layer before it differs"
 

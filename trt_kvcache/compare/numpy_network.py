@@ -13,30 +13,23 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.cache_plan import UpdateMode
+from trt_kvcache.importer.cache_plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.plugins.operators import Operator
 
-__all__ = ["Network", "NetworkError", "Node", "UnknownLayerError"]
-
-Array = npt.NDArray[Any]
-
-_DTYPES: dict[str, npt.DTypeLike] = {
+_DTYPES: dict[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT64": np.int64, "INT32": np.int32,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn, "INT4": np.int8,
 }  # fmt: skip
-_HALVES = ("HALF", "BF16")
-_MOST_INPUTS = 6  # of a layer with optional inputs
+_ABSENT = (None,) * 6  # optional inputs that a layer does not have
 _CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
-_HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
-"""TensorRT represents an attention by two layers. This maps their types to the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
@@ -74,8 +67,7 @@ class Network:
     """A parsed network that runs in NumPy. Floating-point tensors are float32, so that no rounding hides small faults.
 
     The network, its builder and its parser must live as long as this object. `trt` is the module that parsed the
-    network; `updates` are the plugin's cache-update operators, by first output. Raises `UnknownLayerError` for an
-    unknown layer.
+    network; `updates` are the plugin's cache-update operators, by first output. Unknown layers: `UnknownLayerError`.
     """
 
     def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
@@ -83,10 +75,14 @@ class Network:
         self._kinds = {getattr(trt.DataType, name, None): name for name in _DTYPES}
         self._classes = {n.lower(): getattr(trt, n) for n in dir(trt) if n.startswith("I") and n.endswith("Layer")}
         self._constants: dict[str, Array] = {}
-        tensors = [network.get_input(i) for i in range(network.num_inputs)]
-        self._types = {t.name: self._kinds[t.dtype] for t in tensors}
+        self._types = {t.name: self._kinds[t.dtype] for t in map(network.get_input, range(network.num_inputs))}
         self._outputs = [network.get_output(i).name for i in range(network.num_outputs)]
-        self.nodes = _ordered([self._node(network.get_layer(i)) for i in range(network.num_layers)], self._types)
+        nodes = [self._node(network.get_layer(i)) for i in range(network.num_layers)]
+        # TensorRT represents an attention by two layers: the first has its inputs, the second computes its output.
+        read = {n.name.removesuffix("Input"): n.input for n in nodes if n.op_type == "ATTENTION_INPUT"}
+        outputs = ((n, n.name.removesuffix("Output")) for n in nodes)
+        nodes = [replace(n, input=read[name]) if n.op_type == "ATTENTION_OUTPUT" else n for n, name in outputs]
+        self.nodes = _ordered(nodes, self._types)
         tables = {node.input[0] for node in self.nodes if node.op_type == "GATHER"}
         others = {name for n in self.nodes for name in (n.input[1:] if n.op_type == "GATHER" else n.input)}
         self._tables = tables - others - {*self._outputs}  # few rows of these are read: only these become float32
@@ -100,12 +96,11 @@ class Network:
         `watch` is called after each layer with its results. Raises `NetworkError` if a layer cannot run on its inputs.
         """
         values: dict[str, Array] = {name: _converted(feeds[name], kind) for name, kind in self._types.items()}
-        attentions: dict[str, list[Any]] = {}
         for at, node in enumerate(self.nodes):
             read = [values.get(name) for name in node.input]
             try:
                 with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
-                    results = self._results(node, read, attentions)
+                    results = self._results(node, read)
                     if node.op_type != "CONSTANT":
                         results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except UnknownLayerError as error:
@@ -122,14 +117,13 @@ class Network:
 
     def _node(self, layer: Any) -> Node:
         kind = layer.type.name
-        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-        names = tuple("" if t is None else t.name for t in inputs)
+        names = tuple("" if t is None else t.name for t in map(layer.get_input, range(layer.num_inputs)))
         dtypes = tuple(self._kinds.get(t.dtype, "") for t in outputs)
         node = Node(layer.name, kind, layer, names, tuple(t.name for t in outputs), dtypes)
         if kind == "PLUGIN_V3" and outputs[0].name in self._updates:
             return node
-        known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
+        known = kind in _RUN or kind == "CONSTANT"
         if not known or "" in dtypes:
             what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
             raise UnknownLayerError(
@@ -138,23 +132,15 @@ class Network:
         layer.__class__ = self._classes[f"i{kind.replace('_', '').lower()}layer"]  # this gives access to its attributes
         return node
 
-    def _results(self, node: Node, read: list[Any], attentions: dict[str, list[Any]]) -> list[Any]:
+    def _results(self, node: Node, read: list[Any]) -> list[Any]:
         if node.op_type == "CONSTANT":
             return [self._constant(node)]
         if node.op_type == "PLUGIN_V3":
             return _plugin_update(self._updates[node.output[0]], read)
-        if node.op_type in _HALF_LAYERS:
-            name = node.name.removesuffix(_HALF_LAYERS[node.op_type])
-            if node.op_type == "ATTENTION_INPUT":
-                attentions[name] = read
-                return [read[0]] * len(node.output)
-            read = attentions[name]
-        optional = [None] * (_MOST_INPUTS - len(read))
-        results = _RUN[node.op_type](node.layer, [*read, *optional])
+        results = _RUN[node.op_type](node.layer, [*read, *_ABSENT])
         return results if isinstance(results, list) else [results]
 
-    def _constant(self, node: Node) -> Array:
-        """Return the value of a constant layer in the type that its readers need, from a cache if possible."""
+    def _constant(self, node: Node) -> Any:
         name, layer = node.output[0], node.layer
         if name in self._constants:
             return self._constants[name]
@@ -168,18 +154,14 @@ class Network:
         return values
 
 
-def _converted(given: Any, dtype: str) -> Array:
-    """Convert values to the type of a tensor; narrow floating-point types become float32."""
-    values: Array = np.asarray(given)
-    if dtype == "BOOL":
-        return np.asarray(values != 0)
-    return values.astype(np.float32 if dtype in _HALVES else _DTYPES[dtype], copy=False)
+def _converted(given: Any, dtype: str) -> Any:
+    kind = np.float32 if dtype in ("HALF", "BF16") else _DTYPES[dtype]
+    return np.asarray(np.asarray(given) != 0 if dtype == "BOOL" else given).astype(kind, copy=False)
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
     """Return the layers, each after the layers that it reads. TensorRT does not guarantee this order."""
     makers = {name: node for node in nodes for name in node.output}
-    halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
     for start in nodes:
         stack = [start]
@@ -187,40 +169,31 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
             node = stack[-1]
             if len(stack) > len(nodes):
                 raise NetworkError(f"{node} reads its own output")
-            before = [makers[name] for name in node.input if name not in done]
-            half = halves[node.name.removesuffix("_AttentionOutput")] if node.op_type == "ATTENTION_OUTPUT" else node
-            before += [half] if half is not node and id(half) not in order else []
-            if before:
+            if before := [makers[name] for name in node.input if name not in done]:
                 stack.append(before[0])
-                continue
-            stack.pop()
-            order[id(node)] = node
-            done.update(node.output)
+            else:
+                order[id(node)] = stack.pop()
+                done.update(node.output)
     return tuple(order.values())
 
 
-class _Struct(ctypes.Structure):
-    """The C struct ``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
-
-    _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
-
-
-def _weights(weights: Any) -> Array:
+def _weights(weights: Any) -> Any:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    TensorRT gives Python no arrays of bfloat16, fp8 and int4. For these types, this reads the address of the numbers
-    from the memory of the Python object (pybind11's layout), and checks the size that is stored next to the address.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. For these types, this reads the C struct
+    ``nvinfer1::Weights`` (type, address, count) from the Python object's memory (pybind11), and checks the count.
     """
     if isinstance(weights, np.ndarray):
         return weights
     kind = weights.dtype.name
-    struct = _Struct.from_address(ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0)
-    if struct.count != weights.size or not struct.values:
+    struct = ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0
+    _, address, count = map(int, (ctypes.c_int64 * 3).from_address(struct))
+    if count != weights.size or not address:
         raise UnknownLayerError(f"weights of {kind} cannot be read in this version of TensorRT")
-    size = (struct.count + 1) // 2 if kind == "INT4" else struct.count * np.dtype(_DTYPES[kind]).itemsize
-    raw = np.frombuffer((ctypes.c_uint8 * size).from_address(struct.values), np.uint8)
+    size = (count + 1) // 2 if kind == "INT4" else count * np.dtype(_DTYPES[kind]).itemsize
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     if kind == "INT4":  # two in a byte, the first in the lower half
-        return np.stack([raw << 4, raw], -1).reshape(-1)[: struct.count].view(np.int8) >> 4
+        return np.stack([raw << 4, raw], -1).reshape(-1)[:count].view(np.int8) >> 4
     return raw.view(_DTYPES[kind])
 
 
@@ -246,14 +219,13 @@ def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
     return np.asarray(powers / powers.sum(axis=axes, keepdims=True))
 
 
-def _attention(layer: Any, x: Sequence[Any]) -> Array:
+def _attention(layer: Any, x: Sequence[Any]) -> Any:
     """Compute ``IAttention`` without scale and lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
     attention, (q, k, v, mask) = layer.attention, x[:4]
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
             raise UnknownLayerError(f"it has {lengths}")
-    groups = q.shape[1] // k.shape[1]
-    batch, heads, queries, size = q.shape
+    (batch, heads, queries, size), groups = q.shape, q.shape[1] // k.shape[1]
     grouped = q.reshape(batch, k.shape[1], groups * queries, size)
     scores = (grouped @ np.swapaxes(k, -1, -2)).reshape(batch, heads, queries, k.shape[2])
     if mask is not None:
@@ -266,10 +238,10 @@ def _attention(layer: Any, x: Sequence[Any]) -> Array:
     if _name(attention.norm_op) == "SOFTMAX":
         scores = _softmax(scores, (-1,))
     weights = scores.reshape(batch, k.shape[1], groups * queries, -1)
-    return np.asarray((weights @ v).reshape(batch, heads, queries, v.shape[-1]))
+    return (weights @ v).reshape(batch, heads, queries, v.shape[-1])
 
 
-def _slice(layer: Any, x: Sequence[Any]) -> Array:
+def _slice(layer: Any, x: Sequence[Any]) -> Any:
     data = x[0]
     starts = _ints(tuple(layer.start) if x[1] is None else x[1])
     sizes = _ints(tuple(layer.shape) if x[2] is None else x[2])
@@ -277,7 +249,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
     axes = _ints(tuple(layer.axes or ()) if x[5] is None else x[5])
     mode = _name(layer.mode)
     for axis, start, size, stride in zip(axes or range(data.ndim), starts, sizes, strides, strict=True):
-        at, length = start + stride * np.arange(size), data.shape[axis]
+        at, length, rows = start + stride * np.arange(size), data.shape[axis], np.moveaxis(data, axis, 0)
         inside = (at >= 0) & (at < length)
         if mode == "STRICT_BOUNDS" and not inside.all():
             raise ValueError(
@@ -288,22 +260,18 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
             at = np.abs((at + length - 1) % period - (length - 1))
         elif mode == "WRAP":
             at = at % length
-        elif mode in ("CLAMP", "FILL"):
+        elif mode == "CLAMP":
             at = np.clip(at, 0, max(length - 1, 0))
         if mode == "FILL" and not inside.all():
-            shape = [-1 if i == axis else 1 for i in range(data.ndim)]
-            rows = np.take(data, at, axis) if length else np.zeros([*data.shape[:axis], size, *data.shape[axis + 1 :]])
-            data = np.where(inside.reshape(shape), rows, 0 if x[4] is None else x[4]).astype(data.dtype)
+            filled = np.full((size, *rows.shape[1:]), 0 if x[4] is None else x[4], data.dtype)
+            filled[inside] = rows[at[inside]]
+            rows = filled
+        elif at.size and (np.diff(at) == 1).all():  # a slice copies no data
+            rows = rows[int(at[0]) : int(at[-1]) + 1]
         else:
-            data = data[(slice(None),) * axis + (_run_of(at),)]
-    return np.asarray(data)
-
-
-def _run_of(at: Array) -> Any:
-    """Return a slice for indices that count up by one, because a slice copies no data."""
-    if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
-        return slice(int(at[0]), int(at[-1]) + 1)
-    return at
+            rows = rows[at]
+        data = np.moveaxis(rows, 0, axis)
+    return data
 
 
 def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
@@ -322,17 +290,17 @@ def _transposed(data: Array, order: Any) -> Array:
     return data.transpose(axes) if sorted(axes) == list(range(data.ndim)) else data
 
 
-def _gather(layer: Any, x: Sequence[Any]) -> Array:
+def _gather(layer: Any, x: Sequence[Any]) -> Any:
     data, indices = x[0], x[1].astype(np.int64)
     mode, shared = _name(layer.mode), layer.num_elementwise_dims
     bounds = data.shape[shared : shared + indices.shape[-1]] if mode == "ND" else data.shape[layer.axis]
     if indices.size and ((indices < -np.asarray(bounds)) | (indices >= bounds)).any():
         raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of a tensor with {bounds}")
     if mode == "ELEMENT":
-        return np.asarray(np.take_along_axis(data, indices, layer.axis))
+        return np.take_along_axis(data, indices, layer.axis)
 
-    def gathered(one: Array, at: Array) -> Array:
-        return np.asarray(one[tuple(np.moveaxis(at, -1, 0))] if mode == "ND" else np.take(one, at, layer.axis - shared))
+    def gathered(one: Any, at: Array) -> Any:
+        return one[tuple(np.moveaxis(at, -1, 0))] if mode == "ND" else np.take(one, at, layer.axis - shared)
 
     if not shared:
         return gathered(data, indices)
@@ -340,19 +308,18 @@ def _gather(layer: Any, x: Sequence[Any]) -> Array:
     return np.stack(parts).reshape(*data.shape[:shared], *parts[0].shape)
 
 
-def _scatter(layer: Any, x: Sequence[Any]) -> Array:
+def _scatter(layer: Any, x: Sequence[Any]) -> Any:
     data, indices = x[0].copy(), x[1].astype(np.int64)
     if _name(layer.mode) == "ELEMENT":
         np.put_along_axis(data, indices, x[2], layer.axis)
     else:
         data[tuple(np.moveaxis(indices, -1, 0))] = x[2]
-    return np.asarray(data)
+    return data
 
 
-def _divide(a: Array, b: Array) -> Array:
-    if a.dtype.kind == "f":
-        return np.asarray(a / b)
-    return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)))  # integers are rounded towards 0
+def _divide(a: Array, b: Array) -> Any:
+    integers = a.dtype.kind != "f"  # they are rounded towards 0
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)) if integers else a / b
 
 
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -383,9 +350,7 @@ _ACTIVATION: dict[str, Callable[[Any, float, float], Any]] = {
     "GELU_ERF": lambda x, a, b: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     "GELU_TANH": lambda x, a, b: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
 }
-_REDUCE: dict[str, Callable[..., Any]] = {
-    "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean
-}  # fmt: skip
+_REDUCE: dict[str, Any] = {"SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean}
 
 
 def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
@@ -393,9 +358,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
     first, second = _name(layer.op0), _name(layer.op1)
     a = a[..., None, :] if first == "VECTOR" else np.swapaxes(a, -1, -2) if first == "TRANSPOSE" else a
     b = b[..., None] if second == "VECTOR" else np.swapaxes(b, -1, -2) if second == "TRANSPOSE" else b
-    product = a @ b
-    product = product[..., 0, :] if first == "VECTOR" else product
-    return product[..., 0] if second == "VECTOR" else product
+    return np.squeeze(a @ b, tuple(axis for axis, kind in ((-2, first), (-1, second)) if kind == "VECTOR"))
 
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
@@ -405,38 +368,22 @@ def _fill(layer: Any, x: Sequence[Any]) -> Any:
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
     exact = np.int64 if np.asarray(first).dtype.kind in "iu" else np.float64
-    values = np.full(shape, first, exact)
-    for axis, step in enumerate(np.broadcast_to(steps, len(shape))):
-        values = values + step * np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-    return values
+    places = zip(np.broadcast_to(steps, len(shape)), np.indices(shape, sparse=True), strict=True)
+    return sum((step * place for step, place in places), np.full(shape, first, exact))
 
 
 def _rotary(layer: Any, x: Sequence[Any]) -> Any:
-    data, cos, sin = x[0], x[1], x[2]
-    if x[3] is not None:
-        cos, sin = cos[x[3]], sin[x[3]]
-    size = layer.rotary_embedding_dim or data.shape[-1]
-    turned, rest = data[..., :size], data[..., size:]
-    first, second = (
-        (slice(0, None, 2), slice(1, None, 2)) if layer.interleaved else (slice(size // 2), slice(size // 2, None))
-    )
-    a, b, cos, sin, result = turned[..., first], turned[..., second], cos[:, None], sin[:, None], np.empty_like(turned)
-    result[..., first], result[..., second] = a * cos - b * sin, a * sin + b * cos
-    return np.concatenate([result, rest], -1)
+    from onnx.reference.ops.op_rotary_embedding import rotary_embedding  # slow to import
+
+    return rotary_embedding(x[0], x[1], x[2], x[3], layer.interleaved, layer.rotary_embedding_dim)
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
     """Compute ``IKVCacheUpdateLayer``. Like TensorRT (measured), it silently drops an update beyond the capacity."""
-    cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise UnknownLayerError(f"its mode is {_name(layer.cache_mode)}")
-    rows = list(update)
-    if _name(layer.update_form).startswith("PACKED"):  # [T, N, H] and the lengths' sum before each row [B + 1]
-        rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(_ints(x[3]))]
-    for row, (start, new) in enumerate(zip(starts, rows, strict=True)):
-        if start >= 0 and start + new.shape[1] <= cache.shape[2]:
-            cache[row, :, start : start + new.shape[1]] = new
-    return cache
+    packed = _name(layer.update_form).startswith("PACKED")
+    return _plugin_update(Operator(UpdateForm.PACKED_NHD if packed else UpdateForm.PADDED), x)
 
 
 def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
@@ -473,16 +420,17 @@ def _normalization(layer: Any, x: Sequence[Any]) -> Any:
 def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
     (axis,), count = _axes(layer.axes), layer.k if x[1] is None else _ints(x[1])[0]
     order = np.argsort(-x[0] if _name(layer.op) == "MAX" else x[0], axis=axis, kind="stable")
-    places = np.take(order, np.arange(count), axis)
+    places = order.take(range(count), axis)
     return [np.take_along_axis(x[0], places, axis), places]
 
 
-def _scales(layer: Any, data: Array, scale: Array) -> Array:
-    """Return the scales of a (de)quantize layer, broadcast to the data."""
+def _scales(layer: Any, data: Array, scale: Any) -> Any:
+    """Return the scales (or zero points; None: 0) of a (de)quantize layer, float32, in a shape that broadcasts."""
+    scale = np.zeros((), np.float32) if scale is None else scale.astype(np.float32)
     if scale.size == 1:
-        return np.asarray(scale.reshape(()))
+        return scale.reshape(())
     if scale.ndim == 1:
-        return np.asarray(scale.reshape([-1 if i == layer.axis % data.ndim else 1 for i in range(data.ndim)]))
+        return np.moveaxis(scale.reshape(-1, *[1] * (data.ndim - 1)), 0, layer.axis)
     for axis, (size, blocks) in enumerate(zip(data.shape, scale.shape, strict=True)):
         scale = np.repeat(scale, -(-size // blocks), axis) if size != blocks else scale
     return scale[tuple(slice(n) for n in data.shape)]
@@ -496,39 +444,23 @@ def _codes(values: Array, kind: str) -> Any:
     return np.clip(np.rint(values), low, high)
 
 
-def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
-    data = x[0].astype(np.float32)
-    if x[2] is not None:
-        data = data - _scales(layer, data, x[2].astype(np.float32))
-    return data * _scales(layer, data, x[1])
-
-
 def _convolution(layer: Any, x: Sequence[Any]) -> Any:
-    sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
-    kernel = _weights(layer.kernel).astype(np.float32) if x[1] is None else x[1]
+    given = ((layer.kernel, x[1]), (layer.bias, x[2]))
+    kernel, bias = (_weights(own).astype(np.float32) if read is None else read for own, read in given)
     if "SAME" in _name(layer.padding_mode):
         raise UnknownLayerError(f"its padding is {_name(layer.padding_mode)}")
     pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
-    data, spatial = np.pad(x[0], pads), tuple(range(2, x[0].ndim))
-    dilations = tuple(layer.dilation_nd)
+    sizes, dilations, rank = tuple(layer.kernel_size_nd), tuple(layer.dilation_nd), x[0].ndim - 2
     reach = tuple(d * (n - 1) + 1 for d, n in zip(dilations, sizes, strict=True))
-    windows = np.lib.stride_tricks.sliding_window_view(data, reach, spatial)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x[0], pads), reach, tuple(range(2, 2 + rank)))
     windows = windows[tuple(slice(None, None, step) for step in (1, 1, *tuple(layer.stride_nd), *dilations))]
-    rank, (batch, channels) = len(sizes), data.shape[:2]
-    windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
-    kernel = kernel.reshape(groups, maps // groups, channels // groups, *sizes)
+    batch, groups, maps = len(windows), layer.num_groups, layer.num_output_maps
+    windows = windows.reshape(batch, groups, -1, *windows.shape[2:])
+    kernel = kernel.reshape(groups, maps // groups, -1, *sizes)
     out, inner = list(range(3, 3 + rank)), list(range(3 + rank, 3 + 2 * rank))
     total = np.einsum(windows, [0, 1, 2, *out, *inner], kernel, [1, 49, 2, *inner], [0, 1, 49, *out])
     total = total.reshape(batch, maps, *total.shape[3:])
-    bias = _weights(layer.bias).astype(np.float32) if x[2] is None else x[2]
     return total + bias.reshape(1, -1, *[1] * rank) if bias.size else total
-
-
-def _one_hot(layer: Any, x: Sequence[Any]) -> Any:
-    indices, (off, on), depth = x[0], x[1], _ints(x[2])[0]
-    axis = layer.axis % (indices.ndim + 1)
-    count = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(indices.ndim + 1)])
-    return np.where(np.expand_dims(indices, axis) == count, on, off)
 
 
 def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
@@ -549,12 +481,13 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
     "ACTIVATION": lambda layer, x: _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta),
     "ASSERTION": _assertion,
+    "ATTENTION_INPUT": lambda layer, x: [x[0]] * layer.num_outputs,  # nothing reads this
     "ATTENTION_OUTPUT": _attention,
     "CAST": lambda layer, x: np.trunc(x[0]) if "INT" in _name(layer.to_type) and x[0].dtype.kind == "f" else x[0],
     "CONCATENATION": lambda layer, x: np.concatenate([v for v in x if v is not None], layer.axis),
     "CONVOLUTION": _convolution,
     "CUMULATIVE": _cumulative,
-    "DEQUANTIZE": _dequantize,
+    "DEQUANTIZE": lambda layer, x: (x[0].astype(np.float32) - _scales(layer, x[0], x[2])) * _scales(layer, x[0], x[1]),
     "EINSUM": lambda layer, x: np.einsum(layer.equation, *(v for v in x if v is not None)),
     "ELEMENTWISE": lambda layer, x: _ELEMENTWISE[_name(layer.op)](x[0], x[1]),
     "FILL": _fill,
@@ -564,7 +497,9 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "MATRIX_MULTIPLY": _matrix_multiply,
     "NON_ZERO": lambda _, x: np.stack(np.nonzero(x[0])),
     "NORMALIZATION": _normalization,
-    "ONE_HOT": _one_hot,
+    "ONE_HOT": lambda layer, x: np.moveaxis(
+        np.where(x[0][..., None] == np.arange(_ints(x[2])[0]), x[1][1], x[1][0]), -1, layer.axis
+    ),
     "PARAMETRIC_RELU": lambda _, x: np.where(x[0] >= 0, x[0], x[0] * x[1]),
     "QUANTIZE": lambda layer, x: _codes(x[0] / _scales(layer, x[0], x[1]), _name(layer.to_type)),
     "REDUCE": lambda layer, x: _REDUCE[_name(layer.op)](x[0], axis=_axes(layer.axes), keepdims=layer.keep_dims),

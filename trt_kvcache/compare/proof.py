@@ -14,23 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import Share
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
-
-__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
-           "numbers_of_cache"]  # fmt: skip
-
-Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
@@ -108,8 +102,7 @@ class Proof:
 def encode_proof(proof: Proof, engine: str) -> bytes:
     """Return the bytes of the file of a proof (a recorded decode); `engine` is the BLAKE3 (hex) of its engine."""
     facts = msgspec.json.encode(proof.facts).decode()
-    content: bytes = save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts})
-    return content
+    return bytes(save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts}))
 
 
 def decode_proof(content: bytes) -> tuple[Proof, str]:
@@ -145,23 +138,20 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 def draws_digest(seed: int) -> str:
     """Return a digest (hex) of random numbers, which shows if two versions of NumPy draw the same numbers."""
-    rng, digest = np.random.default_rng([seed, 3]), blake3()
+    rng = np.random.default_rng([seed, 3])
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
-    for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
-        digest.update(np.ascontiguousarray(drawn).tobytes())
-    return digest.hexdigest()
+    integers = rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)
+    return blake3(b"".join(drawn.tobytes() for drawn in (*floats, *integers))).hexdigest()
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
     """Return W numbers of each of the newest T cache rows of one text, ``[T, W]``, spread over all heads.
 
-    `values` are ``[*physical_shape[1:]]`` of one text with `end` tokens. T is `count` (1 for a state), W at most
-    `width`.
+    `values` are ``[*physical_shape[1:]]`` of a text with `end` tokens. T is `count` (1 for a state), W at most `width`.
     """
     rows = cache.physical_rows(values[None])[0]
     rows = rows.reshape(1 if cache.update is None else len(rows), -1)
-    size = rows.shape[1]
-    width = min(size, width)
+    size, width = rows.shape[1], min(rows.shape[1], width)
     columns = np.arange(width) * size // width + np.arange(width) * 7 % max(size // width, 1)
     places = np.zeros(1, int) if cache.update is None else np.arange(end - count, end) % len(rows)
     return np.asarray(rows[places][:, columns], np.float32)

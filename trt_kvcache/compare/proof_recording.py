@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.compare.bounds import Bounds
@@ -33,12 +31,9 @@ from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import iter_scopes
+from trt_kvcache.importer.protos import Array, iter_scopes
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 
-__all__ = ["Watch", "chooses_experts", "record_proof"]
-
-Array = npt.NDArray[Any]
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
 """Called with the inputs and outputs of each step of the rewritten model."""
 
@@ -73,12 +68,10 @@ def record_proof(
     files. `watch` takes the rewritten model in float32, the folder of its data and the garbage, and returns a function
     to call at each step.
 
-    Raises:
-        UnsupportedModelError: the model has no tokens or no logits, cannot run, or gives other logits than as exported.
-        OptionError: the decode does not fit into memory, or takes too long.
-        OutputError: temporary files do not fit onto the disk.
+    Raises `UnsupportedModelError` if the model has no tokens or no logits, cannot run, or gives other logits than as
+    exported; `OptionError` if the decode does not fit into memory, or takes too long; `OutputError` if temporary files
+    do not fit onto the disk.
     """
-    path = imported.source.path
     for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:
             raise UnsupportedModelError(
@@ -88,7 +81,7 @@ def record_proof(
         try:
             return _Recording(imported, bounds, steps, Float32Copies(Path(name)), replaced).run(watch, seconds)
         except RunError as error:
-            raise UnsupportedModelError(f"{path}: ONNX Runtime cannot run the model: {error}") from None
+            raise UnsupportedModelError(f"{imported.source.path}: ONNX Runtime cannot run the model: {error}") from None
 
 
 def chooses_experts(model: ModelProto) -> bool:
@@ -125,31 +118,26 @@ class _Recording:
         self._tie()
         logits, others = self._decoded(with_rounding(self._model, MEASURED * unit, _SEED + 1))
         rounding: dict[str, dict[str, Share]] = {p.part: {} for p in decode.pieces}
-
-        def note(part: str, name: str, before: Array, after: Array) -> None:
+        steps = zip(decode.pieces, decode.wanted, logits, strict=True)
+        pairs = [(piece.part, LOGITS, before, after) for piece, before, after in steps]
+        pairs += [(*name.partition("/")[::2], values, others[name]) for name, values in rows.items()]
+        for part, name, before, after in pairs:
             for one, other in zip(before, after, strict=True):
                 # A logit of NaN says nothing about rounding.
                 share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
                 rounding[part][name] = rounding[part].get(name, share).most(share)
-
-        for piece, before, after in zip(decode.pieces, decode.wanted, logits, strict=True):
-            note(piece.part, LOGITS, before, after)
-        for name, values in rows.items():
-            part, cache = name.split("/", 1)
-            note(part, cache, values, others[name])
         return self._proof(rows, rounding, unit)
 
     def _decoded(
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
         """Return logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
-        session, took, decode = Float32Session(model, self._folder), 0.0, self.decode
+        session, times, decode = Float32Session(model, self._folder), list[float](), self.decode
 
         def run(feeds: Feeds) -> Feeds:
-            nonlocal took
             began = time.monotonic()
             outputs = session.run(feeds)
-            took += time.monotonic() - began
+            times.append(time.monotonic() - began)
             return outputs
 
         inputs = TextInputs(self._plan, self._limits, self._given, self._table)
@@ -158,7 +146,7 @@ class _Recording:
         logits, rows = list[Array](), dict[str, Array]()
         for count, values in enumerate(decode.steps(runner), 1):
             logits.append(values)
-            part = decode.pieces[count - 1].part
+            part, took = decode.pieces[count - 1].part, sum(times)
             if seconds is not None and took > seconds and count < len(decode.pieces):
                 if count < _LEAST:
                     raise OptionError(
@@ -245,9 +233,8 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
     limits = replace(limits, longest=min(limits.longest, chunk), linear=min(ends, default=None))
     bound = min((c for c in (limits.linear, *limits.circular) if c is not None), default=0)
-    places = {_SETTLED: "decode", _SPAN: "span"} if bound > _SPAN and limits.length is None else {_SETTLED: "decode"}
-    if limits.linear is not None:
-        places = {place: name for place, name in places.items() if place < limits.linear}
+    places = {_SETTLED: "decode"} | ({_SPAN: "span"} if bound > _SPAN and limits.length is None else {})
+    places = {place: name for place, name in places.items() if limits.linear is None or place < limits.linear}
     kept = min(bounds.logits or _POSITIONS, _POSITIONS)
 
     def planned(tokens: int) -> tuple[Piece, ...]:

@@ -12,14 +12,19 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, compose, helper, numpy_helper, parser
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CacheDtype, CachePlan, PlanOptions
 from trt_kvcache.importer.protos import copied, replace_field
 
-__all__ = ["hadamard", "with_numbers", "with_quantized_rows"]
-
+_SCALE = """last = Constant <value_ints = [-1]> ()
+        sizes = Abs (turned)
+        largest = ReduceMax <keepdims = 1> (sizes, last)
+        part = Div (largest, most)
+        scale = Max (part, least)"""
+_FLOAT8 = f"""narrow = Cast <to = {TensorProto.FLOAT8E4M3FN}> (bounded)
+        codes = Cast <to = {TensorProto.FLOAT}> (narrow)"""
 _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
@@ -43,14 +48,12 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
             raise UnsupportedModelError(
                 f"the new rows of '{cache.past}' cannot be rounded, because no TensorScatter writes this cache"
             )
-        size = cache.physical_shape[-1]
-        assert isinstance(size, int)
+        size = int(cache.physical_shape[-1])
         value = None if options.cache_ranges is None else options.cache_ranges[cache.past] / most
         nodes, rounded = _rounded(copy, node.input[1], cache.past, size, most, value, options.cache_dtype)
         before.setdefault(node.name, []).extend(nodes)
         node.input[1] = rounded
-    order = [n for node in copy.graph.node for n in (*before.get(node.name, ()), node)]
-    replace_field(copy.graph.node, order)
+    replace_field(copy.graph.node, [n for node in copy.graph.node for n in (*before.get(node.name, ()), node)])
     return copy
 
 
@@ -66,51 +69,33 @@ def _rounded(
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(v, np.float32), f"{prefix}/{key}") for key, v in numbers.items()
     )
-    nodes: list[NodeProto] = []
-
-    def op(operator: str, inputs: list[str], result: str, **attributes: int) -> str:
-        names = [n if n == rows else f"{prefix}/{n}" for n in inputs]
-        nodes.append(helper.make_node(operator, names, [f"{prefix}/{result}"]))
-        nodes[-1].attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
-        return result
-
-    op("MatMul", [rows, "R"], "turned")
-    if scale is None:
-        model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), f"{prefix}/last"))
-        op("Abs", ["turned"], "sizes")
-        op("ReduceMax", ["sizes", "last"], "largest", keepdims=1)
-        op("Div", ["largest", "most"], "part")
-        op("Max", ["part", "least"], "scale")
-    op("Div", ["turned", "scale"], "numbers")
-    op("Clip", ["numbers", "low", "most"], "bounded")
-    if kind is CacheDtype.FP8:
-        op("Cast", ["bounded"], "narrow", to=TensorProto.FLOAT8E4M3FN)
-        op("Cast", ["narrow"], "codes", to=TensorProto.FLOAT)
-    else:
-        op("Round", ["bounded"], "codes")
-    op("Mul", ["codes", "scale"], "back")
-    op("MatMul", ["back", "R"], "row")
-    return nodes, f"{prefix}/row"
+    inputs = ", ".join(f"float {name}" for name in ("rows", *numbers))
+    graph = compose.add_prefix_graph(parser.parse_graph(f"""rounded ({inputs}) => (float row) {{
+        turned = MatMul (rows, R)
+        {"" if scale is not None else _SCALE}
+        numbers = Div (turned, scale)
+        bounded = Clip (numbers, low, most)
+        {_FLOAT8 if kind is CacheDtype.FP8 else "codes = Round (bounded)"}
+        back = Mul (codes, scale)
+        row = MatMul (back, R)
+    }}"""), f"{prefix}/")  # fmt: skip
+    graph.node[0].input[0] = rows
+    return [*graph.node], f"{prefix}/row"
 
 
 def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelProto]:
     """Return a plan and its model with float32 inputs and outputs instead of float8, because NumPy has no float8."""
-    values = [*model.graph.input, *model.graph.output]
-    narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
-    if not narrow:
-        return plan, model
-    wide, before, after = copied(model), list[NodeProto](), list[NodeProto]()
-    for node in wide.graph.node:
-        for names in (node.input, node.output):
-            names[:] = [f"{name}/float8" if name in narrow else name for name in names]
-    for values, casts in ((wide.graph.input, before), (wide.graph.output, after)):
-        for value in (v for v in values if v.name in narrow):
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-            ends, kind = (value.name, f"{value.name}/float8"), TensorProto.FLOAT8E4M3FN
-            if casts is after:
-                ends, kind = ends[::-1], TensorProto.FLOAT
-            casts.append(helper.make_node("Cast", ends[:1], ends[1:], value.name, to=kind))
+    wide, float8 = copied(model), TensorProto.FLOAT8E4M3FN
+    both = wide.graph.input, wide.graph.output
+    inputs, outputs = ([v for v in values if v.type.tensor_type.elem_type == float8] for values in both)
+    narrow = {v.name: f"{v.name}/float8" for v in (*inputs, *outputs)}
+    for names in (names for node in wide.graph.node for names in (node.input, node.output)):
+        names[:] = [narrow.get(name, name) for name in names]
+    before = [helper.make_node("Cast", [v.name], [narrow[v.name]], v.name, to=float8) for v in inputs]
+    after = [helper.make_node("Cast", [narrow[v.name]], [v.name], v.name, to=TensorProto.FLOAT) for v in outputs]
     replace_field(wide.graph.node, [*before, *wide.graph.node, *after])
+    for value in (*inputs, *outputs):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
     tensors = tuple(replace(t, dtype="float") if t.name in narrow else t for t in plan.tensors)
     caches = tuple(replace(c, dtype="float") if c.past in narrow else c for c in plan.caches)
     return replace(plan, tensors=tensors, caches=caches), wide

@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -19,23 +17,17 @@ from trt_kvcache.cpu import lean_options, open_in_time, run_in_time
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.files.links import for_session
-from trt_kvcache.importer.steps.cache_contents import CacheTensor, all_contents, find_caches, find_states
+from trt_kvcache.importer.protos import Array
+from trt_kvcache.importer.steps.cache_contents import all_contents, find_caches, find_states
 
-__all__ = ["Float32Session", "Rewritten", "TextCaches", "copy_rows", "output_of"]
-
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 
 class TextCaches(ABC):
-    """The caches of several texts as inputs of the rewritten model, and the number of tokens of each text.
+    """The caches of several texts as inputs of the rewritten model.
 
-    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents.
-
-    Attributes:
-        tensors: the planned caches and states, by name of the past.
-        ends: number of tokens of each text.
-        texts: the texts whose caches are held here.
+    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents. `tensors` are the
+    planned caches and states, by name of the past; `ends` the number of tokens of each text; `texts` those in memory.
     """
 
     def __init__(self, plan: CachePlan, garbage: float, seed: int) -> None:
@@ -66,7 +58,9 @@ class TextCaches(ABC):
         for name, cache in updated if piece.skip and not piece.drawn else ():
             for text in {*piece.rows}.intersection(self.texts):
                 values, end = np.array(self.read(name, text)), int(self.ends[text])
-                copy_rows(cache, values, end, end + piece.skip)
+                rows = cache.physical_rows(values[None])[0]
+                skipped = np.arange(max(end + piece.skip - len(rows), 0), end + piece.skip) % len(rows)
+                rows[skipped] = rows[skipped % min(end, len(rows))]
                 self.write(name, [text], values[None])
         self.ends[list(piece.rows)] += piece.skip
         if piece.drawn:
@@ -76,10 +70,8 @@ class TextCaches(ABC):
 class Rewritten(TextCaches):
     """Decodes texts with the rewritten model, whose outputs `run` computes; all floats are float32.
 
-    Attributes:
-        caches: caches and states ``[rows, *physical_shape[1:]]``, by name of the past input.
-        watch: called with the inputs and outputs of each step.
-        name: name of the runtime.
+    `caches` are caches and states ``[rows, *physical_shape[1:]]``, by name of the past input. `watch` is called with
+    the inputs and outputs of each step.
     """
 
     name = f"ONNX Runtime {ort.__version__}, float32"
@@ -138,13 +130,6 @@ class Rewritten(TextCaches):
         self.ends[rows] += piece.length
 
 
-def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """In one text's cache, fill the rows of tokens `length` to ``start - 1`` with copies of earlier rows, in place."""
-    rows = cache.physical_rows(values[None])[0]
-    places = np.arange(max(start - len(rows), 0), start) % len(rows)
-    rows[places] = rows[places % min(length, len(rows))]
-
-
 def output_of(plan: CachePlan) -> str:
     """Return the output to compare: the logits, or the first output that no later step takes as an input."""
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
@@ -155,10 +140,7 @@ def output_of(plan: CachePlan) -> str:
 
 
 class Float32Session:
-    """Runs a float32 model in ONNX Runtime, without fusions; its weights stay in their files.
-
-    Raises `RunError` if ONNX Runtime refuses the model.
-    """
+    """Runs a float32 model in ONNX Runtime, without fusions. Raises `RunError` if ONNX Runtime refuses the model."""
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
         options = lean_options(ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
@@ -167,10 +149,7 @@ class Float32Session:
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Return the model's outputs by name.
-
-        Extra entries of `feeds` are ignored. Raises `RunError` if the step cannot run.
-        """
+        """Return all outputs by name. Extra `feeds` are ignored. Raises `RunError` if the model cannot run on them."""
         values = run_in_time(self._session, self._outputs, {n: v for n, v in feeds.items() if n in self._inputs})
         return dict(zip(self._outputs, values, strict=True))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import astuple
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -22,8 +23,6 @@ from trt_kvcache.compare.differences import Share
 from trt_kvcache.importer.cache_plan import CacheDtype
 from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.steps.element_types import all_types
-
-__all__ = ["MEASURED", "UNITS", "allowed", "rounding_dtype", "uneven", "with_rounding"]
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative rounding error, by the type that an engine rounds to: half the distance of numbers next to 1."""
@@ -49,7 +48,7 @@ _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
-_PREFIX = "trt_kvcache.proof/"
+_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its reader
 
 
 def rounding_dtype(model: ModelProto) -> str:
@@ -70,7 +69,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
         dtype = _dtype(node, weights, makes) if node.op_type in _ROUNDED and node.output[0] else None
         if dtype is None:
             continue
-        name, exact, scale = node.output[0], f"{_PREFIX}{node.output[0]}", rng.uniform(1.1, 1.9)
+        name, exact, scale = node.output[0], f"trt_kvcache.proof/{node.output[0]}", rng.uniform(1.1, 1.9)
         node.output[0] = exact
         wide = TensorProto.DOUBLE if dtype == TensorProto.DOUBLE else TensorProto.FLOAT
         factors = {"scale": scale, "split": 2.0 ** (_BITS[dtype] + int(np.log2(unit))) + 1, "back": 1 / scale}
@@ -89,23 +88,14 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
 
 
 def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> int | None:
-    """Return the type of the weight that a node computes with; None if the node reads no weight."""
+    """Return the type of the weight (or of its scales) that a node computes with; None if the node reads no weight."""
     read = node.input if node.op_type.endswith("Normalization") else node.input[:2]
     for name in node.input[2:3] if node.op_type == "MatMulNBits" else read:
-        tensor = _followed(name, weights, makes)
-        if tensor is not None and tensor.data_type in _BITS:
-            return int(tensor.data_type)
+        while name not in weights and name in makes and makes[name].op_type in _MOVES:
+            name = makes[name].input[1 if makes[name].op_type == "DequantizeLinear" else 0]
+        if name in weights and weights[name].data_type in _BITS:
+            return int(weights[name].data_type)
     return None
-
-
-def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight that a tensor is a (moved) copy of; for a dequantized weight, its scales. None: no weight."""
-    while name not in weights:
-        node = makes.get(name)
-        if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
-            return None
-        name = node.input[1 if node.op_type == "DequantizeLinear" else 0]
-    return weights[name]
 
 
 def allowed(
@@ -149,5 +139,5 @@ def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]
-    squares = np.square([(s.largest, s.typical) for s in known or [Share(0, 0)]])
+    squares = np.square([astuple(share) for share in known or [Share(0, 0)]])
     return Share(*map(float, np.sqrt(squares.mean(0)) / 2))

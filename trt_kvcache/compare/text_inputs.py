@@ -6,23 +6,18 @@ import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, span_inputs
 from trt_kvcache.input_values import place
 from trt_kvcache.machine import free_memory
-
-__all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs", "token_table"]
-
-Array = npt.NDArray[Any]
 
 _KINDS = 256  # number of different sets of numbers; tokens beyond this number share them
 _SIZE = 0.5  # magnitude of these numbers
@@ -51,12 +46,9 @@ class TextInputs:
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
     def feeds(self, piece: Piece, starts: Sequence[int], tokens: Array | None = None) -> dict[str, Array]:
-        """Return the model's inputs for a step, except the caches.
+        """Return the model's inputs for the step `piece`, except the caches.
 
-        Args:
-            piece: the step.
-            starts: number of tokens that each text of the piece has before the step.
-            tokens: int64 ``[R, length]``; None: random tokens.
+        `starts` are the numbers of tokens of its texts before the step. `tokens`: int64 ``[R, length]``; None: random.
         """
         plan, rows = self._plan, list(piece.rows)
         step = Step(piece.length, tuple(starts), tuple(start + piece.length for start in starts))

@@ -22,12 +22,9 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-__all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshold"]
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
@@ -46,16 +43,13 @@ _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
 _HEAD = re.compile(r"(^|_)(n|num)_(\w+_)?heads?(_kv)?$|attention_heads$|^num_query_groups$|^multi_query_group_num$")
 _HEAD_SIZE = re.compile(r"head_dim$|head_size$|headdim$|d_head$|dim_head$|^kv_channels$|^d_kv$|^rotary_dim$|_dim_head$")
 _SIZE = re.compile(r"(size|dim|width|rank|inner|embd|d_state|dff|d_ff|dim_ff|d_ssm)$|hidden_size_per_layer_input$")
-_LENGTH = re.compile(
-    r"max_position_embeddings$|n_positions$|n_ctx$|max_seq_len$|seq_length$|max_length$|context_length$"
-)
+_LENGTH = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_length|context_length)$")
 _THRESHOLD = re.compile(r"^original_max_position|floor_scale$|scaling_n_floor$")
 _WINDOW = re.compile(r"window(_size|_len)?$|attention_chunk_size$|^local_attention|^index_topk$")
 _PERIOD = re.compile(r"(pattern|interval|period|step|every_n_layers|layer_group_size)$")
 _EXPERT = re.compile(r"(num|n)_(\w+_)?experts$|expert_num$")
 _CHOSEN = re.compile(r"experts?_per_tok(en)?$|topk$|top_k$|moe_k$")
-_SHARED = re.compile(r"shared_experts$")
-_GROUPS = re.compile(r"^n_group$|expert_group$")
+_SHARED = re.compile(r"shared_experts$|^n_group$|expert_group$")
 _LAYERED = re.compile(r"layer(?!.*size)|_k_dense_")
 _LISTED = re.compile(r"layer|idx|ids$")
 _TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
@@ -64,63 +58,45 @@ _NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_v
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 
-@dataclass(frozen=True)
 class Sizes:
     """The sizes of a checkpoint, and the small sizes of its twin (small model with random weights).
 
+    `config` is what transformers' `to_dict` returns. Raises `ValueError` if a size is missing.
+
     Attributes:
-        layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
+        layers, heads, size, hidden, positions: sizes of the checkpoint; `size` is that of a head.
         width, head: sizes of hidden states and heads in the twin, divided by those of the checkpoint.
         kept: indices of the checkpoint's layers that the twin keeps; an index may occur twice.
         length: number of positions of the twin.
         ids: maps each special token's id in the checkpoint to its id in the twin.
     """
 
-    layers: int
-    heads: int
-    size: int
-    hidden: int
-    positions: int
-    vocabulary: int
-    width: float
-    head: float
-    kept: tuple[int, ...]
-    length: int
-    ids: dict[int, int]
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Sizes:
-        """Read the sizes from a configuration as transformers' `to_dict` returns it.
-
-        Raises `ValueError` if one is missing.
-        """
+    def __init__(self, config: Mapping[str, Any]) -> None:
         first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
                  for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
-        layers, heads, hidden = first["layers"], first["heads"], first["hidden"]
         if missing := [name for name, value in first.items() if not value]:
             raise ValueError(f"config.json does not say its number of {' and '.join(missing)}")
+        self.layers, self.heads, self.hidden = _, heads, hidden = first.values()
         sizes = [v for k, v in config.items() if _HEAD_SIZE.search(k) and _counts(v) and k != "qk_head_dim"]
-        size = config.get("head_dim") or hidden // heads
+        self.size = size = config.get("head_dim") or hidden // heads
         largest = max([*sizes, size]) if config.get("qk_rope_head_dim") is None else max(sizes)
         part = next((v for k, v in _all_items(config) if k in _PARTIAL and isinstance(v, float)), 1.0)
         # onnxruntime-genai needs the rotated part of a head to be a multiple of 16.
         wanted = next((n for n in (32, 40, 48, 64, 80, 96, 128) if n * part % 16 == 0), 64)
-        head = min(1.0, wanted / largest)
-        few = min(heads, HEADS)
-        inner = few * round(size * head)
+        self.head = min(1.0, wanted / largest)
+        inner = min(heads, HEADS) * round(size * self.head)
         wide = inner if heads * size == hidden else 2 * inner if heads * size < hidden else max(inner // 2, 32)
+        self.width = min(1.0, wide / hidden)
         rope = dict(_all_items({k: v for k, v in config.items() if k.startswith("rope_")}))
-        positions = next((v for k, v in config.items() if _LENGTH.search(k) and _counts(v)), 0)
+        self.positions = positions = next((v for k, v in config.items() if _LENGTH.search(k) and _counts(v)), 0)
         original = next((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), positions)
         times = positions // original if original and positions > original else 1
         grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
-        ids = sorted({v for k, value in config.items() if k.endswith("token_id") for v in _listed(value) if _counts(v)})
-        return Sizes(
-            layers, heads, size, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
-            min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
-            THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
-            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
-        )  # fmt: skip
+        special = [v if isinstance(v, list) else [v] for k, v in config.items() if k.endswith("token_id")]
+        ids = sorted({v for values in special for v in values if _counts(v)})
+        self.kept = tuple(_kept_layers(config, self.layers))
+        self.length = THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64))
+        self.ids = {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)}
 
     def small(self, name: str, value: Any) -> Any:
         """Return the value of a setting in the twin (small model with random weights)."""
@@ -165,7 +141,7 @@ class Sizes:
             (name.endswith("chunk_size"), min(value, 8)),
             (_HEAD.search(name), few if value == self.heads else other_heads),
             (_HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")), of_head),
-            (_CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name), min(value, 2)),
+            (_CHOSEN.search(name) or _SHARED.search(name), min(value, 2)),
             (name == "topk_group", 1),
             (_EXPERT.search(name), min(value, EXPERTS)),
             (_PERIOD.search(name), min(value, 2)),
@@ -185,10 +161,6 @@ def _counts(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in config.items():
         yield str(key), value
@@ -203,18 +175,15 @@ def _is_listing(name: str, value: Any, layers: int) -> bool:
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     """Return the layers that the twin keeps: two of each kind, in the checkpoint's pattern."""
-
-    def kind(i: int) -> str:
-        return json.dumps([
-            i in v if _is_listing(k, v, layers) else v[i] for k, v in config.items()
-            if _is_listing(k, v, layers) or (isinstance(v, (list, str)) and len(v) == layers > 1 and k != "model_type")
-        ])  # fmt: skip
-
     periods = any(_PERIOD.search(k) and _counts(v) and v > 1 for k, v in config.items())
     layered = [v for k, v in config.items() if _LAYERED.search(k) and not _COUNT.search(k) and _counts(v)]
     kinds: dict[str, list[int]] = {}
     for i in range(layers):
-        kinds.setdefault(kind(i), []).append(i)
+        kind = json.dumps([
+            i in v if _is_listing(k, v, layers) else v[i] for k, v in config.items()
+            if _is_listing(k, v, layers) or (isinstance(v, (list, str)) and len(v) == layers > 1 and k != "model_type")
+        ])  # fmt: skip
+        kinds.setdefault(kind, []).append(i)
     pairs = [(of[0], of[1] if len(of) > 1 else of[0]) for of in list(kinds.values())[:LAYERS]]
     if len(pairs) == 1:
         return [*range(min(layers, LAYERS if periods or min(layered, default=layers) < layers - 1 else 2))]
@@ -232,7 +201,7 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
     models = [k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v]
     parts, sizes = [k for k in models if isinstance(whole.get(k), dict)], outer
     try:
-        sizes = Sizes.of(whole)
+        sizes = Sizes(whole)
     except ValueError:
         if outer is None and not parts:
             raise
@@ -316,7 +285,8 @@ def make(checkpoint: Path, folder: Path) -> None:
         if _TOKENIZER.search(file.name):
             shutil.copyfile(file, folder / file.name)
     (folder / "decode.json").write_text(json.dumps(DECODE), encoding="utf-8")
-    _runner().save_logits(folder / "logits.npz", _runner().decode(model, **DECODE))
+    runner = import_module("checkpoint")
+    runner.save_logits(folder / "logits.npz", runner.decode(model, **DECODE))
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
@@ -346,23 +316,16 @@ def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
-            rows = _runner().decode(model, **DECODE)
-            parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
-            return float(max(parts))
+            rows = import_module("checkpoint").decode(model, **DECODE)
+            return float(max(abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found))
         except Exception:  # noqa: BLE001 - transformers raises many kinds of errors for settings that do not fit
             return float("inf")
 
 
-def _runner() -> Any:
-    if str(Path(__file__).parent) not in sys.path:
-        sys.path.append(str(Path(__file__).parent))
-    return import_module("checkpoint")
-
-
 def main() -> None:
     """Run the command line."""
-    torch: Any = import_module("torch")
-    torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).parent))
+    import_module("torch").set_num_threads(1)
     if len(sys.argv) == 3:
         make(Path(sys.argv[1]), Path(sys.argv[2]))
     else:

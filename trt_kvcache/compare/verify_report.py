@@ -33,62 +33,35 @@ class VerifyOptions:
         OptionError: a value is out of range.
     """
 
-    batch: Annotated[
-        int,
-        Setting(
-            "Texts that are decoded in one batch, each with its own length.",
-            "If the model fixes the batch size, that size is used.",
-            metavar="N",
-            least=1,
-            most=_MOST_ROWS,
-        ),
-    ] = 3
-    chunks: Annotated[
-        tuple[int, ...],
-        Setting(
-            "Lengths of the prefill chunks.",
-            "In tokens. If the model fixes the update length, that length is used.",
-            metavar="N,...",
-            unit="numbers of tokens",
-            read=_read_chunks,
-        ),
-    ] = (5, 3)
+    batch: Annotated[int, Setting(
+        "Texts that are decoded in one batch, each with its own length.",
+        "If the model fixes the batch size, that size is used.", metavar="N", least=1, most=_MOST_ROWS,
+    )] = 3  # fmt: skip
+    chunks: Annotated[tuple[int, ...], Setting(
+        "Lengths of the prefill chunks.",
+        "In tokens. If the model fixes the update length, that length is used.",
+        metavar="N,...", unit="numbers of tokens", read=_read_chunks,
+    )] = (5, 3)  # fmt: skip
     tokens: Annotated[
         int, Setting("Number of single-token steps after the chunks.", metavar="N", least=0, most=_MOST_TOKENS)
     ] = 4
-    station: Annotated[
-        tuple[str, ...],
-        Setting(
-            f"Compare these stations only: {', '.join(STATIONS)}.",
-            "Default: all stations that can run on this machine.",
-            metavar="NAME,...",
-            unit="names of stations",
-            read=lambda text: [name.strip() for name in text.split(",") if name.strip()],
-        ),
-    ] = ()
-    tolerance: Annotated[
-        float | None,
-        Setting(
-            "Allowed difference, as a share of the largest logit. Default: measured rounding.", metavar="SHARE", least=0
-        ),
-    ] = None
+    station: Annotated[tuple[str, ...], Setting(
+        f"Compare these stations only: {', '.join(STATIONS)}.",
+        "Default: all stations that can run on this machine.", metavar="NAME,...", unit="names of stations",
+        read=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+    )] = ()  # fmt: skip
+    tolerance: Annotated[float | None, Setting(
+        "Allowed difference, as a share of the largest logit. Default: measured rounding.", metavar="SHARE", least=0,
+    )] = None  # fmt: skip
     seed: Annotated[int, Setting("Seed of the random tokens, and of the garbage in unwritten cache rows.", least=0)] = 0
-    inputs: Annotated[
-        str | None,
-        Setting(
-            "Values for inputs of unknown role, as arrays with the names of the inputs.",
-            "Axes whose size varies from step to step are cut to the size of the step.",
-            metavar="FILE.npz",
-            is_path=True,
-        ),
-    ] = None
-    thorough: Annotated[
-        bool,
-        Setting(
-            "First compare the rewritten parts with the original parts, for every number of past tokens up to 4,096.",
-            "If this takes too long, allow more --check-seconds.",
-        ),
-    ] = False
+    inputs: Annotated[str | None, Setting(
+        "Values for inputs of unknown role, as arrays with the names of the inputs.",
+        "Axes whose size varies from step to step are cut to the size of the step.", metavar="FILE.npz", is_path=True,
+    )] = None  # fmt: skip
+    thorough: Annotated[bool, Setting(
+        "First compare the rewritten parts with the original parts, for every number of past tokens up to 4,096.",
+        "If this takes too long, allow more --check-seconds.",
+    )] = False  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -196,6 +169,5 @@ class VerifyReport:
 
     def check(self) -> None:
         """Raise `VerificationError` if a station failed; the message names the station, step, text and token."""
-        for station in self.stations:
-            if not station.passed:
-                raise VerificationError(f"{self.model}: {station.name}: {station.failure}")
+        for station in (s for s in self.stations if not s.passed):
+            raise VerificationError(f"{self.model}: {station.name}: {station.failure}")

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from trt_kvcache.engine.parsing import Request
 
 _REPORT = "this is a fault in trt_kvcache, please report it with the model"
-_BUDGET = 50.0  # seconds of one decode without --proof STEPS; the whole proof takes about two and a half times as long
-_COMPARED = (0, 2, 4)  # indices of the steps that the network runs: NumPy takes seconds for one of a large model
+_BUDGET = 50.0  # seconds of the proof's first decode, without --proof STEPS; the whole proof takes 2.5 times as long
+_COMPARED = (0, 2, 4)  # steps of the proof that NumPy runs on TensorRT's network: a large model takes seconds for one
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
@@ -59,7 +59,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
         )
     # If the parser does not find the plugin, it uses the node's definition in ONNX: correct, but with a copy.
     plugins = [layer for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
-    # The caches come first among their inputs and outputs.
+    # The caches are the plugin's first inputs, and its outputs.
     written = {(p.get_input(j).name, p.get_output(j).name) for p in plugins for j in range(p.num_outputs)}
     by_plugin = [(c.past, c.present) for c in plan.caches if c.route is Route.PLUGIN]
     if lost := [pair for pair in by_plugin if pair not in written]:
@@ -111,7 +111,7 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """A proof (a recorded decode) or None, a note on what is missing, and the comparison of the network."""
+    """What `record` returns: a proof or None, a note on what the proof cannot show, and the network's comparison."""
 
     proof: Proof | None = None
     note: str = ""
@@ -188,7 +188,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     content = model.pop()
 
     send(Stage(STAGES[1]))
-    weights = flipped_weights(Path(job.model).parent, job.flipped)  # TensorRT reads them until the engine is built
+    weights = flipped_weights(Path(job.model).parent, job.flipped)  # TensorRT reads these until it ends
     try:
         builder, network, _parser = parsed(trt, logger, job, content, weights)
     except BuildError as failure:
@@ -215,8 +215,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         # Writing the engine in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
         if not built and _NO_KERNEL in logger.words():
-            # The plan expects a fused kernel for attentions that had one in the measured version; this version may lack
-            # one.
+            # The plan expects the fused attention kernels of the measured version; this version may lack one.
             patch_network(network, job.plan, trt, decompose_all=True)
             logger.errors.clear()
             file.truncate(0)
@@ -242,7 +241,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
 
 def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytearray]:
-    """Return a map from names to changed bytes, for the weights that become signed."""
+    """Return the changed bytes of weights that become signed, by name; raise `ModelError` if a file is unreadable."""
     weights = {}
     for weight in flipped:
         data = weights[weight.name] = bytearray()
@@ -259,9 +258,7 @@ def parsed(
 ) -> tuple[Any, Any, Any]:
     """Parse a model; the bytes in `weights` replace those in its files. Return builder, network, and parser.
 
-    The network lives only as long as all three.
-
-    Raises `BuildError` with the parser's words if it refuses the model.
+    Keep all three as long as the network is used. Raises `BuildError` with the parser's words if it refuses the model.
     """
     # Without this flag, TensorRT 10 may change precisions; TensorRT 11 and TensorRT for RTX never change them.
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
@@ -372,8 +369,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
     if job.target is Target.TENSORRT_RTX:
         import tensorrt_rtx
 
-        # Otherwise engines with large tensors may allocate memory while they run, and cannot become CUDA graphs (its
-        # header).
+        # Otherwise (TensorRT's header) engines with large tensors may allocate memory while they run: no CUDA graphs.
         config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
     elif build.declare_aliases:
         # A preview feature since 10.3; without it TensorRT refuses plugins that declare an alias.

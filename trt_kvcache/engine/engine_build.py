@@ -156,7 +156,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
     imported, setup.progress.verdict = import_unchecked(model, options)
     plan, part = imported.plan, _part([imported.source], imported.model)
     _check_not_model(setup.engine, part.files)
-    if setup.engine.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
+    if setup.engine.suffix.lower() == ".onnx":  # commands and sessions take such a file for a model
         raise OutputError(
             f"{setup.engine}: a name that ends in .onnx is for models; give another name for the "
             "engine, such as model.engine"
@@ -415,7 +415,7 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
-    """Return the plan with `max_chunk` as the longest update in the contract of each circular cache."""
+    """Return the plan whose circular caches allow at most `max_chunk` tokens in an update (`UpdateContract`)."""
 
     def bounded(contract: UpdateContract) -> UpdateContract:
         known = contract.max_update_length

@@ -128,7 +128,7 @@ def make_profiles(
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
-    several = shared and limits.max_batch == 1  # whether the profile has rows that may never be used
+    several = shared and limits.max_batch == 1  # let profiles take two rows, only to share weights
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
     prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))

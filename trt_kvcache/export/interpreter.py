@@ -87,7 +87,7 @@ class Interpreter:
                     step.close()
                     step.enter_context(phase(line.strip()[:_LINE]))
         self._end()
-        return child.returncode or 1  # it ended without a word
+        return child.returncode or 1  # the child ended without an exit code of the program
 
     def _start(self) -> subprocess.Popen[str]:
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -101,7 +101,7 @@ class Interpreter:
         self._kill()
         if self._child is not None:
             with self._child:
-                pass  # closes the pipes, and waits
+                pass  # closes the pipes, and waits for the child
         self._child = None
 
     def _kill(self) -> None:

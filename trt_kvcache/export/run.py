@@ -286,7 +286,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and report its warnings, but not for the small test model, whose warnings would repeat."""
+        """Run an exporter, and report its warnings, except for the small twin, whose warnings would repeat."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")
