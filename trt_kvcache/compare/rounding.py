@@ -21,7 +21,7 @@ from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.compare.differences import Share
 from trt_kvcache.importer.cache_plan import CacheDtype
 from trt_kvcache.importer.protos import copied, replace_field
-from trt_kvcache.importer.steps.element_types import all_types
+from trt_kvcache.importer.steps.runnable import all_types
 
 __all__ = ["MEASURED", "UNITS", "allowed", "rounding_dtype", "uneven", "with_rounding"]
 

@@ -41,7 +41,6 @@ from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identi
 from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
 from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
 from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
-from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.weights_read import weights_read
@@ -345,8 +344,9 @@ def _check_operators(model: onnx.ModelProto) -> None:
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
                 f"NonZero '{node.name or node.output[0]}' returns a number of indices that depends on values, but "
-                f"TensorRT for RTX does not support this operator; sizes must not depend on tokens: {EXPERTS}, or plan "
-                "for TensorRT (--target tensorrt)"
+                "TensorRT for RTX does not support this operator; sizes must not depend on tokens: export a mixture of "
+                "experts with mobius-onnx, or with torch.onnx (dynamo) from transformers 5 after "
+                'model.set_experts_implementation("batched_mm"), or plan for TensorRT (--target tensorrt)'
             )
 
 

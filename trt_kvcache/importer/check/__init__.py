@@ -6,7 +6,6 @@ The steps have lengths close to every number in the graph. An error that occurs 
 `verify --thorough` also tries every past up to 4,096 tokens.
 
     hashed_graph       digests, which show that tensors are equal by construction
-    symbolic_shapes    shapes as products of batch and new tokens
     models             pairs both models, and finds inputs that mean the same in both
     region             cuts the changed parts out of both models
     shrunk_weights     shrinks regions with large weights to few rows and columns of random numbers

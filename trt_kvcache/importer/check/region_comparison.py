@@ -15,7 +15,6 @@ from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.region_runs import RegionRuns, StuckError
-from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.check.tolerances import (
     added_rounding,
     both,
@@ -31,6 +30,7 @@ from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.original_interface import Feeds
+from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 

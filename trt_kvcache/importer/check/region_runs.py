@@ -12,7 +12,6 @@ import numpy as np
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
-from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN
 from trt_kvcache.importer.check.tolerances import joined, last, sequence_axis, take
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import (
@@ -27,6 +26,7 @@ from trt_kvcache.importer.steps.cache_contents import (
 )
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, Step, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original_interface import Feeds, OriginalInterface
+from trt_kvcache.importer.steps.probe import UNKNOWN
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
 

@@ -26,11 +26,11 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.importer.check.hashed_graph import Graph
-from trt_kvcache.importer.check.symbolic_shapes import POINTS, terms
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import FLOATS, copied, part_of
 from trt_kvcache.importer.recognize.records import Cache, RecognizeError
 from trt_kvcache.importer.recognize.sample_steps import Samples
+from trt_kvcache.importer.steps.probe import POINTS, terms
 from trt_kvcache.importer.steps.runnable import runnable
 
 _PASTS = (6, 8)  # small sizes; no sum with them equals a product of batch and new tokens
