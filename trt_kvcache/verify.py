@@ -39,7 +39,7 @@ from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
+from trt_kvcache.importer.interface import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
 from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits

@@ -25,7 +25,7 @@ from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTen
 from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.importer.steps.original_interface import OriginalInterface

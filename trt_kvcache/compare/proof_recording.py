@@ -31,7 +31,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.families import for_cpu
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 from trt_kvcache.importer.steps.sessions import exact_experts

@@ -38,10 +38,10 @@ from trt_kvcache.importer.emit.canonical_nodes import Findings
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
-from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
+from trt_kvcache.importer.interface import carry_roles, find_roles, index_limits
+from trt_kvcache.importer.interface.role_evidence import Known, open_axes
 from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
 from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
-from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare

@@ -24,7 +24,7 @@ from trt_kvcache.importer.check import check_rewrite, checker
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shrunk_weights import bytes_read
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.steps.sessions import exact_experts
 
 PLAN = PlanOptions(capacity=24)

@@ -32,8 +32,8 @@ from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region, unread
 from trt_kvcache.importer.check.tolerances import sequence_axis, token
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.operators import ROUNDS
-from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, Array, int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs

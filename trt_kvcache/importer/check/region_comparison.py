@@ -26,7 +26,7 @@ from trt_kvcache.importer.check.tolerances import (
     tolerances,
 )
 from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.original_interface import Feeds

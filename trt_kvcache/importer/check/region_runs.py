@@ -13,7 +13,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
 from trt_kvcache.importer.check.tolerances import joined, last, sequence_axis, take
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import (
     CacheTensor,
     as_text,

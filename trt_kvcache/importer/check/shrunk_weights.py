@@ -25,7 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, byte_size, copied
 from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.weights import storage

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.interface.role_patterns import NamePattern, shipped_patterns
+from trt_kvcache.importer.interface import NamePattern, shipped_patterns
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,

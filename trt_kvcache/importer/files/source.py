@@ -23,7 +23,7 @@ from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defa
 from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.files.model_folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
-from trt_kvcache.importer.interface.role_patterns import load_patterns
+from trt_kvcache.importer.interface import load_patterns
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
 from trt_kvcache.model_paths import model_named
 

@@ -39,7 +39,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import AttentionKind, AttentionPlan, CachePlan, Mask
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims, elem_type, is_op, producer, small_constant
 from trt_kvcache.importer.planning.attention_plans import AttentionFacts, read_attention, sequence_source, whole_query
-from trt_kvcache.importer.planning.rows_in_use import cut_rows, end_with, row_slices
+from trt_kvcache.importer.planning.cache_plans import cut_rows, end_with, row_slices
 from trt_kvcache.importer.rewrite.cache_updates import CacheView
 
 

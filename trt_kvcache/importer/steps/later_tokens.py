@@ -16,7 +16,7 @@ import onnx
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, Mask, Role
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.planning.index_limits import table_rows
+from trt_kvcache.importer.interface import table_rows
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
 from trt_kvcache.importer.steps.probe import Blueprint, Probe
