@@ -32,14 +32,16 @@ from trt_kvcache.importer.cache_plan import (
     UpdateContract,
     UpdateForm,
 )
-from trt_kvcache.importer.capacity import longest_text, usual_capacity
 from trt_kvcache.importer.check import Checked, check_rewrite, start_process
 from trt_kvcache.importer.emit.canonical_nodes import Findings
+from trt_kvcache.importer.files.model_folder import longest_text, usual_capacity
+from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
-from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
+from trt_kvcache.importer.files.source import SourceModel, load_source, take_readable
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
 from trt_kvcache.importer.interface import carry_roles, find_roles, index_limits
 from trt_kvcache.importer.interface.role_evidence import Known, open_axes
+from trt_kvcache.importer.plan_options import record_options, refuse_rewritten
 from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
 from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
@@ -47,12 +49,9 @@ from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
 from trt_kvcache.importer.protos import all_nodes, copied, opset_version, replace_field
 from trt_kvcache.importer.recognize.carried import find_states, stack_in_words
-from trt_kvcache.importer.recorded_options import record_options, refuse_rewritten
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 from trt_kvcache.progress import phase
-
-__all__ = ["ImportedModel", "import_model", "import_unchecked", "plan_model", "quantize_caches", "rewrite_model"]
 
 _DEFAULTS = PlanOptions()
 

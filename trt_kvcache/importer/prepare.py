@@ -16,9 +16,9 @@ import onnx
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import families
 from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, PlanOptions
-from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.emit import normalize
 from trt_kvcache.importer.emit.canonical_nodes import Findings
+from trt_kvcache.importer.files.model_folder import USUAL
 from trt_kvcache.importer.interface.exported_interface import PASSED_ON, in_words
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of

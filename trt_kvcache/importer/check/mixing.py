@@ -26,6 +26,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.cpu import RunError, UnfusedSession
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import Role
 from trt_kvcache.importer.check import Verdict
@@ -39,7 +40,6 @@ from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs
 from trt_kvcache.importer.steps.probe import UNKNOWN, Term
 from trt_kvcache.importer.steps.runnable import open_types
-from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]

@@ -9,6 +9,7 @@ from itertools import permutations
 import numpy as np
 from onnx import TensorProto
 
+from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.check import Verdict
@@ -32,7 +33,7 @@ from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.original_interface import Feeds
 from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
-from trt_kvcache.importer.steps.sessions import ModelSession, RunError
+from trt_kvcache.importer.steps.sessions import ModelSession
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried in this order until the original hides the garbage.

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
@@ -28,7 +29,7 @@ from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, Ste
 from trt_kvcache.importer.steps.original_interface import Feeds, OriginalInterface
 from trt_kvcache.importer.steps.probe import UNKNOWN
 from trt_kvcache.importer.steps.runnable import open_types, runnable
-from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
+from trt_kvcache.importer.steps.sessions import ModelSession, open_session
 
 _SEED = 0
 _NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16

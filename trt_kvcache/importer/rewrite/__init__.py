@@ -29,8 +29,6 @@ from trt_kvcache.importer.planning.attention_plans import nodes_before_scans
 from trt_kvcache.importer.rewrite.attention_nodes import rewrite_attention
 from trt_kvcache.importer.rewrite.cache_updates import rewrite_caches
 
-__all__ = ["rewrite_graph"]
-
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     """Rewrite a prepared graph as its plan says, in place."""

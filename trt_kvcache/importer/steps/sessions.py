@@ -14,8 +14,6 @@ import onnx
 from trt_kvcache.cpu import RunError, UnfusedSession, one_line
 from trt_kvcache.importer.protos import Array
 
-__all__ = ["ModelSession", "ReferenceSession", "RunError", "UnfusedSession", "exact_experts", "open_session"]
-
 _REFERENCE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError,
     ValueError,
