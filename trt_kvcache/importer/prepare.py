@@ -23,7 +23,7 @@ from trt_kvcache.importer.interface.exported_interface import PASSED_ON, in_word
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
-from trt_kvcache.importer.weights import detached, stand_in
+from trt_kvcache.importer.weights import STAND_IN, detached
 
 _MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which cannot hold all larger integers exactly
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and are not detached
@@ -140,8 +140,16 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
             model.graph.initializer.append(tensor)
             continue
         weights[tensor.name] = tensor
-        model.graph.initializer.append(stand_in(tensor))
+        model.graph.initializer.append(_stand_in(tensor))
     return model, weights
+
+
+def _stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Return a tensor without data, as a placeholder for a tensor whose data are elsewhere."""
+    empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    empty.data_location = onnx.TensorProto.EXTERNAL
+    empty.external_data.add(key="location", value=STAND_IN)
+    return empty
 
 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:

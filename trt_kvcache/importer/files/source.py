@@ -21,7 +21,6 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.files import is_text, stamp
 from trt_kvcache.importer import families
 from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults
-from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.files.model_folder import INSTEAD_OF, find_model
 from trt_kvcache.importer.interface import load_patterns
 from trt_kvcache.importer.protos import (
@@ -35,6 +34,7 @@ from trt_kvcache.importer.protos import (
     shape_of,
     sliced_squares,
 )
+from trt_kvcache.importer.weights import read_data
 from trt_kvcache.model_paths import model_named
 
 PROTOBUF_LIMIT = 2**31 - 1
