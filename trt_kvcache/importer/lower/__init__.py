@@ -299,14 +299,13 @@ def lower(model: ModelProto) -> ModelProto:
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
     """Replace nodes by their bodies, in place. Return True if one was replaced, and why other nodes must wait."""
-    dequantized = {name for node in model.graph.node if is_op(node, "DequantizeLinear") for name in node.output}
-    if not any(_operator(node, dequantized) for node in model.graph.node):
+    if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()
     nodes: list[NodeProto] = []
     changed = False
     for node in model.graph.node:
-        operator, body = _operator(node, dequantized), [node]
+        operator, body = _operator(node), [node]
         if operator is not None:
             call = Call(tensors, node, operator[0])
             try:
@@ -321,14 +320,9 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
     return changed, waiting
 
 
-def _operator(node: NodeProto, dequantized: set[str]) -> tuple[str, Writer] | None:
-    """Return the signature of a node's operator and the function that writes its body; None: keep the node.
-
-    Products keep their nodes if their weights are not in `dequantized`, the results of DequantizeLinear.
-    """
+def _operator(node: NodeProto) -> tuple[str, Writer] | None:
+    """Return the signature of a node's operator and the function that writes its body; None: keep the node."""
     if node.domain in DEFAULT_DOMAINS:
-        if node.op_type == "MatMul" and dequantized.isdisjoint(node.input[1:2]):
-            return None
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
         return None

@@ -137,10 +137,9 @@ class Call:
         """Define `local`, a name in the body for a tensor of the model."""
         self._names[local] = tensor
 
-    def maker(self, name: str) -> NodeProto:
-        """Return the node that computes an input, which is neither a graph input nor a weight."""
-        node: NodeProto = self._tensors.makers[self._names[name]]
-        return node
+    def maker(self, name: str) -> NodeProto | None:
+        """Return the node that computes an input; None for graph inputs and weights."""
+        return self._tensors.makers.get(self._names[name])
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of an input; None if its rank is unknown."""

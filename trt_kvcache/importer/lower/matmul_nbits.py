@@ -31,7 +31,7 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.graph import NAME_PREFIX
 from trt_kvcache.importer.lower.body import AGAIN, Call
-from trt_kvcache.importer.protos import FLOATS
+from trt_kvcache.importer.protos import FLOATS, is_op
 
 NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 _UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
@@ -77,11 +77,10 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """Return the body (ONNX text) of a MatMul with an unsigned weight ``[K, N]`` in blocks of rows; else None.
-
-    A DequantizeLinear computes the weight.
-    """
+    """Return the body (ONNX text) of a MatMul with an unsigned weight ``[K, N]`` in blocks of rows; else None."""
     node = call.maker("weight")
+    if node is None or not is_op(node, "DequantizeLinear"):
+        return None
     for local, name in zip(("numbers", "scales", "zero_points"), node.input, strict=False):
         call.bind(local, name)
     attributes = {a.name: a.i for a in node.attribute}

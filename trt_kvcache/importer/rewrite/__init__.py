@@ -11,7 +11,8 @@ linear), or become plain operators:
 
 This module also adds two inputs of which only the shape matters. The length of ``attention_span`` (int64 ``[span]``: 0,
 1, ... span - 1) says how many cache rows a step reads. TensorRT knows a shape without a copy from the device, a CUDA
-graph captured for one span stays valid for that span, and one constant buffer serves all spans. If the other input has length K, the step returns logits of its last K positions:
+graph captured for one span stays valid for that span, and one constant buffer serves all spans. If the other input has
+length K, the step returns logits of its last K positions:
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 
