@@ -4,7 +4,7 @@ Exporters write prefill and decoding to one, two or three files:
 
 decoder_model.onnx              only the first step: it has caches as outputs, and no past
 decoder_with_past_model.onnx    every step; with an empty past, also the first step: preferred
-decoder_model_merged.onnx       both, and an input that chooses one; see the family `tool_repairs`
+decoder_model_merged.onnx       both, and an input that chooses one; see the family `torch_exports`
 decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
 encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
                                 models whose outputs the decoder reads

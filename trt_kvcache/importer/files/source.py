@@ -20,7 +20,7 @@ from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.files import is_text, stamp
 from trt_kvcache.importer import families
-from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults
+from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults, repair
 from trt_kvcache.importer.files.model_folder import INSTEAD_OF, find_model
 from trt_kvcache.importer.interface import load_patterns
 from trt_kvcache.importer.protos import (
@@ -124,6 +124,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     proto, own = _parse(path)
     check_text(proto, str(path))
     stamps = _check_tensor_data(proto, path)  # before other code, which may allocate memory for a stated shape
+    repair(proto)
     is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
