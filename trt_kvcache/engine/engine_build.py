@@ -529,8 +529,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     longest source (encoder input) is unknown or exceeds the encoder's table of positions.
     """
     from trt_kvcache.importer.families.encoders.encoder_files import find_first_step
-    from trt_kvcache.importer.families.encoders.model import import_encoder
-    from trt_kvcache.importer.families.encoders.positions import check_positions, count_positions, most_ids
+    from trt_kvcache.importer.families.encoders.model import check_positions, count_positions, import_encoder, most_ids
 
     path = which_encoder(model, plan, build)
     if path is None:
