@@ -83,10 +83,10 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, branches = flatten(model)
     notes = _doubles(model.graph)
     model, finishes = families.rewrite(model)
-    model, recognized = _normalize(model, weights, options, usual, folder)
+    model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
-    # `_normalize` has already checked the capacity. Circular windows may be shorter.
+    # `normalize` has already checked the capacity. Circular windows may be shorter.
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
     findings = recognized or Findings()
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
@@ -217,7 +217,7 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     return capacity if symbolic else None
 
 
-def _normalize(
+def normalize(
     model: onnx.ModelProto,
     weights: Mapping[str, onnx.TensorProto],
     options: PlanOptions,
