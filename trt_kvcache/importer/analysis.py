@@ -256,44 +256,40 @@ def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
     return warnings
 
 
-_OTHERS = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def _plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
     """Return the plan of the logits span (tensor to cut to the last positions), or None and the reason."""
-    logits = _only(roles, Role.LOGITS, "output")
-    tokens = _only(roles, Role.TOKENS, "input")
-    if options.logits is LogitPositions.ALL or logits is None or not _several(logits, tokens):
+    logits = _single(roles, Role.LOGITS, "output")
+    tokens = _single(roles, Role.TOKENS, "input")
+    if options.logits is LogitPositions.ALL or logits is None or not _has_many_logits(logits, tokens):
         return None, ""
-    if "tokens" in logits.axes:
-        return None, _note(logits, "the tokens of all sequences are packed into one axis")
     output = next(t for t in graph.outputs if t.name == logits.name)
-    product = _last_product(graph, output)
+    product, why = None, "the tokens of all sequences are packed into one axis"
+    if "tokens" not in logits.axes:
+        product = _last_product(graph, output)
+        why = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
     if product is None:
-        return None, _note(logits, _OTHERS)
+        return None, f"'{logits.name}' still has the logits of all positions of a step: {why}"
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
     name = free_name("logits_span", taken)
     return LogitsSpan(name, name, logits.name, str(tensor.name), 1, tuple(str(node.name) for node in nodes)), ""
 
 
-def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None:
+def _single(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None:
     matches = [r for r in roles if r.role is role and r.io == io]
     return matches[0] if len(matches) == 1 else None
 
 
-def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
+def _has_many_logits(logits: TensorRole, tokens: TensorRole | None) -> bool:
     """True if the model returns logits for every token of a step, and a step may have several tokens."""
     if "tokens" in logits.axes:
         return True
     if len(logits.shape) != 3 or tokens is None or len(tokens.shape) < 2:
         return False
     return logits.axes[1] == "sequence" or (logits.shape[1] == tokens.shape[1] != 1 and logits.axes[1] == "")
-
-
-def _note(logits: TensorRole, why: str) -> str:
-    return f"'{logits.name}' still has the logits of all positions of a step: {why}"
 
 
 def _role_of(span: LogitsSpan) -> TensorRole:
@@ -417,7 +413,7 @@ def _shows_later(model: ModelProto, plan: CachePlan, mask: Mask) -> bool:
     if tensor is not None and tensor.role is Role.MASK:
         # else the caller's mask can be causal, as in sessions
         return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))
-    return any(_is_open(values, step) for step, values in _values(model, plan, mask.mask))
+    return any(_is_open(values, step) for step, values in _mask_values(model, plan, mask.mask))
 
 
 def _is_open(values: Array, step: Step) -> bool:
@@ -430,7 +426,7 @@ def _is_open(values: Array, step: Step) -> bool:
     return bool((visible[..., :keys] & (np.arange(keys) > queries)).any())
 
 
-def _values(model: ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
+def _mask_values(model: ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
     """Yield the values of a tensor in some steps. Yield nothing if these depend on weights or unknown operators."""
     blueprint, limits = Blueprint(model, {}), index_limits(model, plan)
     caches = {c.role.name: c for c in find_caches(plan)}

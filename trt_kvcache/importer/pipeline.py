@@ -180,7 +180,7 @@ def _plan_and_rewrite(
         graph = gs.import_onnx(prepared.model)
     except Exception as error:  # graphsurgeon raises exceptions of any type
         raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
-    check_unique_outputs(graph)
+    _check_unique_outputs(graph)
     fold_identities(graph)
     plan = analyze(prepared, graph, source.path)
     for finish in prepared.finishes:
@@ -261,7 +261,7 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     return families.define(model)
 
 
-def check_unique_outputs(graph: gs.Graph) -> None:
+def _check_unique_outputs(graph: gs.Graph) -> None:
     """Raise `InvalidModelError` if two outputs have the same name. ONNX forbids this, and TensorRT reports it late."""
     name, count = max(Counter(t.name for t in graph.outputs).items(), key=lambda item: item[1], default=("", 0))
     if count > 1:

@@ -197,7 +197,7 @@ def _list(items: list[str]) -> str:
 
 
 _FROM_GRAPH = (Role.CACHE, Role.SPAN, Role.STATE, Role.ADAPTER, Role.ADAPTER_WEIGHTS)
-NAMED_ROLES = tuple(role for role in Role if role not in _FROM_GRAPH)
+_NAMED_ROLES = tuple(role for role in Role if role not in _FROM_GRAPH)
 """The roles that a pattern can give. `Role.OTHER` means that a tensor has no role, whatever the graph shows."""
 
 _QUIET = re2.Options()
@@ -255,10 +255,10 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
 
 
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
-    if key not in [role.value for role in NAMED_ROLES]:
+    if key not in [role.value for role in _NAMED_ROLES]:
         in_graph = key in (Role.CACHE.value, Role.STATE.value)
         what = f"the graph shows each {key}, so names cannot" if in_graph else "there is no such role"
-        known = ", ".join(role.value for role in NAMED_ROLES)
+        known = ", ".join(role.value for role in _NAMED_ROLES)
         raise OptionError(f"{path}: role '{key}': {what}; a pattern can give the roles {known}")
     texts = value if isinstance(value, list) else [value]
     patterns = []
