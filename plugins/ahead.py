@@ -22,7 +22,7 @@ Kernels = KernelConfig | ChoiceKernels
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The resources of one kernel on one architecture. If a cubin holds several kernels, each value is their largest.
+    """The resources of one kernel on one architecture. If a cubin holds several kernels: the largest values.
 
     `spill_bytes` and `stack_bytes` are bytes of local memory per thread; a kernel with nonzero numbers is slow.
     `ptx_bytes` is None for kernels that choose tokens, which a session loads as a cubin.

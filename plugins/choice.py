@@ -34,7 +34,7 @@ SETS = 8
 """Number of sets into which each warp of `set_maxima` divides its scores."""
 
 CANDIDATES = 1023
-"""Most keys that `candidates` writes for a row, after their count."""
+"""Most keys (scores with tokens, see `read_keys`) that the kernel `candidates` writes for a row, after their count."""
 
 _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
@@ -128,7 +128,7 @@ def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.flo
 
 
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Split the keys that a kernel returned into tokens and scores."""
+    """Split keys that a kernel returned into tokens (bitwise not, low 32 bits) and scores (`ordered`, high 32 bits)."""
     tokens = (~keys & 0xFFFFFFFF).astype(np.int64)
     return tokens, read_scores((keys >> np.uint64(32)).astype(np.uint32), dtype)
 

@@ -194,7 +194,7 @@ def _nvrtc() -> Any:
 
 
 def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
-    """Return the results of an NVRTC call: an empty tuple, one value, or several. Raise an error if the call failed."""
+    """Return the results of an NVRTC call: an empty tuple, one value, or several. `BackendError` if the call failed."""
     status, *values = result
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
@@ -202,7 +202,6 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """Return the compiled kernel from a file of the kernel cache; None if the file is missing or incomplete."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

@@ -30,7 +30,7 @@ HEADS_PER_THREAD = VECTORS_PER_THREAD
 """The number of heads of one packed token that a thread writes."""
 
 BLOCK_BYTES = THREADS * VECTOR_BYTES * VECTORS_PER_THREAD
-"""Bytes of the cache that one block writes before it goes to its next part."""
+"""Bytes of the cache that one CUDA block writes at a time."""
 
 ELEMENT_BITS = (4, 8, 16, 32, 64, 128)
 

@@ -1,4 +1,4 @@
-"""The judge of generation: greedy decoding with a growing model as exported, on ONNX Runtime."""
+"""Judges of generation: greedy decoding of a growing model on ONNX Runtime, and scores of generated tokens."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,3 +42,22 @@ def greedy(model: Path | onnx.ModelProto, prompt: Sequence[int], count: int, **m
         tokens += ids
         held = {value.name: found[present] for value, present in zip(pasts, presents, strict=True)}
     return tokens
+
+
+def check_greedy(
+    prompt: Sequence[int], tokens: Sequence[int], scores: Callable[[list[int]], Any], tolerance: float
+) -> None:
+    """Make sure that each token has nearly the best score after the text before it.
+
+    Args:
+        prompt: what the tokens continue.
+        tokens: what was generated.
+        scores: float ``[V]`` after a text.
+        tolerance: how far the scores of both machines may be apart, as a share of the largest.
+    """
+    text = list(prompt)
+    for token in tokens:
+        found = np.asarray(scores(text), np.float64)
+        behind = (found.max() - found[token]) / np.abs(found).max()
+        assert behind <= 2 * tolerance, f"{token} after {text} is {behind:.3g} behind {found.argmax()}"
+        text.append(token)

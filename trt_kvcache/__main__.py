@@ -46,9 +46,9 @@ def main() -> None:
         unread = is_broken(error)
         if error.filename is not None or not (unread or error.errno in _FULL):
             raise
-        # Otherwise the interpreter tries again at its end, and complains.
+        # Without this, the interpreter writes to stdout again at its end, and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not unread:  # the reader has read enough; that is no error worth a line
+        if not unread:  # if the reader of a pipe has ended, it has read enough, which is no error
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
 

@@ -78,7 +78,7 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """Return the options; raise `OptionError` if they are not of type `kind`."""
+    """Return `value` if it is an object of `kind`, a dataclass of options; else raise `OptionError`."""
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")
     return value

@@ -45,7 +45,7 @@ _ROOT = Path(trt_kvcache.__file__).parents[1]
 _REQUEST, _KEEP, _NEWS, _QUESTION, _ANSWER, _ERROR = b">.+?=!"
 _HEAD = re.compile(rb"([>.+?=!])((?: \d{1,15})+)\n")
 _MOST, _SHORTEST = 5, 0.05
-"""Most seconds of real time for a second of processor time, and the shortest wait."""
+"""Most seconds of real time for a second of processor time, and seconds of the shortest wait."""
 _LONGEST = 20_000  # most characters of an error
 _NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX
 _Answer = TypeVar("_Answer")
@@ -56,14 +56,18 @@ class ChildError(Exception):
 
 
 class Begun(NamedTuple):
-    """The clocks of a child process at the beginning of a request, in seconds: `time.monotonic`, and processor time."""
+    """Times at the beginning of a request, in seconds: `time.monotonic()`, and the child's processor time so far."""
 
     at: float
     worked: float
 
 
 class _Failure(msgspec.Struct):
-    """An error from a child. `kind`: a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" for a bug's trace."""
+    """An error that a child process sends instead of an answer.
+
+    `kind` is the name of an error class (of `trt_kvcache.errors`, or ``"MemoryError"``); "": a bug, with its stack
+    trace as `message`.
+    """
 
     kind: str
     message: str
@@ -99,7 +103,7 @@ class Child:
     """A Python process that answers requests, and ends with its parent.
 
     Args:
-        command: arguments of the Python interpreter, which start a module that calls `serve`. `memory` is added last.
+        command: arguments of the Python interpreter, which start a module that calls `serve`. `memory` follows them.
         memory: bytes of address space that the child may use; 0: no limit.
         stderr: file for the child's stderr. None: the output is dropped.
         environment: environment variables of the child; None: those of this process.
@@ -215,7 +219,7 @@ class Child:
         return self.answer(kind, seconds)
 
     def begin(self) -> Begun:
-        """Return the child's clocks now, at the beginning of a request."""
+        """Return the present times, from which a request's time limit counts."""
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
@@ -266,7 +270,7 @@ def how_ended(status: int) -> str:
 
 
 class Caller:
-    """The process that started this child process."""
+    """A child process's connection to the process that started it. `abandoned` is called when that process ends."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")
@@ -299,7 +303,7 @@ class Caller:
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Ask the caller for the data with a certain name, and return the data."""
+        """Ask the caller for the data that `question` names, and return the data."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 

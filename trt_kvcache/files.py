@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 if sys.platform != "win32":
     import fcntl
 
-_NEW = 10.0  # seconds; a temporary file gets its lock sooner than that after it is created
+_NEW = 10.0  # seconds; a new temporary file is locked sooner than this, so an older unlocked one is abandoned
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # paths of files that are open already
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
 
@@ -245,7 +245,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _keep_aside(path: Path) -> Path | None:
-    """Give a file a second name, and return the name; None if there is no file."""
+    """Keep a file under a second name, from which it can be restored. Return this name; None if there is no file."""
     if not path.exists():
         return None
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

@@ -25,7 +25,7 @@ _ORDER = {
     Role.ADAPTER: ("batch",),
     Role.LOGITS: ("batch", "sequence"),
 }
-"""The axes of a tensor, in order; a tensor with fewer axes lacks the first or the last."""
+"""For each role of a tensor: its axes, in order. A tensor with fewer axes lacks the first or the last one."""
 
 
 def axis_sizes(rows: int, length: int) -> dict[str, int]:
@@ -33,11 +33,11 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
     return {"batch": rows, "sequence": length, "tokens": rows * length, "batch+1": rows + 1}
 
 
-def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
+def from_lengths(role: Role, starts: Indices, length: int, valid: Indices) -> Named | None:
     """Return the values for an input with this role: positions, write indices or lengths; None for other roles.
 
     `starts` (int64 ``[R]``) counts all tokens of each row before the step, also those that a circular cache has lost.
-    `length` is the number of new tokens of each row, and `most` is the largest valid length: the capacity.
+    `length` is the number of new tokens of each row, and `valid` (int64 ``[R]``) the valid cache rows after the step.
     """
     match role:
         case Role.POSITIONS:
@@ -45,7 +45,7 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
         case Role.WRITE_INDICES:
             return starts, ("batch",)
         case Role.VALID_LENGTHS:
-            return np.minimum(starts + length, most), ("batch",)
+            return valid, ("batch",)
         case Role.UPDATE_LENGTHS:
             return np.arange(len(starts) + 1) * length, ("batch+1",)
         case _:
@@ -81,24 +81,30 @@ def by_token(values: Array, tensor: TensorRole) -> Named:
     return values, ("batch", "sequence")
 
 
-def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
-    """Return values in a shape that broadcasts to a tensor with the axes `axes`, see `named_axes`.
+def place(named: Named, shape: Sequence[int], axes: Sequence[str]) -> Array:
+    """Return values in the shape `shape` of a tensor with the axes `axes`; the caller must not change the result.
 
-    If the tensor lacks an axis of the values, one entry of that axis is kept: the last token of a sequence, the first
-    row of a batch. The last axis of a mask holds the keys.
+    The last axis of a mask holds the keys. An unnamed axis takes the first unused name whose size fits. Along an axis
+    without a matching name, values are repeated. If the tensor lacks an axis of the values, one entry of that axis is
+    kept: the last token of a sequence, the first row of a batch.
     """
     values, names = named
     if tuple(axes) == names:
-        return values
-    wanted = [*axes[:-1], "keys"] if mask else list(axes)
+        return np.broadcast_to(values, shape)
+    sizes = dict(zip(names, values.shape, strict=True))
+    order: list[str | None] = [axis if axis in names else None for axis in axes]
+    if "keys" in names and order and "keys" not in order:
+        order[-1] = "keys"
+    for at, size in enumerate(shape):
+        if order[at] is None and not (axes[at] and axes[at] != "?"):
+            order[at] = next((n for n in names if n not in order and sizes[n] == size), None)
     for name in names:
-        if name not in wanted:
+        if name not in order:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    shared = [name for name in wanted if name in names]
-    order = [names.index(name) for name in shared] + [i for i, name in enumerate(names) if name not in shared]
-    values = values.transpose(order)
-    sizes = dict(zip(shared, values.shape, strict=False))
-    return values.reshape([sizes.get(name, 1) for name in wanted])
+    # Axes that the tensor does not have are of size 1 now. They go to the end, where the reshape drops them.
+    kept = [names.index(n) for n in order if n is not None]
+    values = values.transpose([*kept, *(i for i, n in enumerate(names) if n not in order)])
+    return np.broadcast_to(values.reshape([sizes[n] if n is not None else 1 for n in order]), shape)
 
 
 def fixed_rows(plan: CachePlan) -> int | None:
@@ -121,7 +127,7 @@ def fixed_length(plan: CachePlan) -> int | None:
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with names also for axes of the plan's fixed batch size or update length, unless this is 1."""
+    """Return the tensor with names for fixed axes, too: "batch", and "sequence" (new tokens), unless the size is 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

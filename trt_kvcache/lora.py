@@ -26,7 +26,7 @@ from trt_kvcache.stored_tensors import StoredTensors
 Array = npt.NDArray[Any]
 
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}
-_MEANINGLESS = {  # without meaning in inference, or given by the tensors
+_MEANINGLESS = {  # settings that do not affect inference, or that follow from the tensors
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",

@@ -77,7 +77,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def model_named(path: Path) -> Path:
-    """Return the path that an argument MODEL means; raise `InvalidModelError`, which says what else the path is."""
+    """Return the file or folder for an argument MODEL; raise `InvalidModelError` if it is another thing."""
     path = _checked(path, to_run=True)
     engine = engine_in(path)
     if engine.suffix not in (".onnx", ".json") and Path(f"{engine}.json").is_file():
@@ -89,17 +89,17 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path that an argument ENGINE|MODEL means; raise what `model_named` raises."""
+    """Return the file or folder for an argument ENGINE|MODEL; raise what `model_named` raises."""
     return _checked(path, to_run=True)
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path that an argument CHECKPOINT means; raise what `model_named` raises."""
+    """Return the file or folder for an argument CHECKPOINT; raise what `model_named` raises."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path that an argument ENGINE means; raise what `model_named` raises."""
+    """Return the file or folder for an argument ENGINE; raise what `model_named` raises."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(

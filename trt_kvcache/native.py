@@ -19,7 +19,7 @@ from trt_kvcache.errors import SessionError
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
 
-# Without a lock, which Ctrl-C could leave locked: each use is one step of Python.
+# No lock protects these, because Ctrl-C could leave a lock locked. Each access is one step that Python does not split.
 _calls: dict[Endable, int] = {}
 _numbers = itertools.count()
 _ending: list[bool] = []
@@ -55,7 +55,6 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls to native code before the interpreter ends."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:

@@ -1,4 +1,4 @@
-"""The parts of a plan, and the choices of `PlanOptions`: ``from trt_kvcache.plan import Route``."""
+"""The types of a plan's fields, and the choices of `PlanOptions`: ``from trt_kvcache.plan import Route``."""
 
 from __future__ import annotations
 

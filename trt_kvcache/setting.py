@@ -18,7 +18,7 @@ from trt_kvcache.messages import as_arguments
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
-"""Upper limits from here on follow only from the type of the number; messages leave them out."""
+"""Messages leave out upper limits from here on, which follow only from the type of the number."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Setting:
     """Metadata in the ``Annotated`` type of an options field: its text, its limits and its flag.
 
     Attributes:
-        help: text of the flag, and the beginning of the text in the reference.
-        more: the rest of the text in the reference.
+        help: text about the setting, in a command's help and at the beginning of the API reference's text.
+        more: the rest of the API reference's text.
         metavar: name of the value in the help of a command.
         least: smallest number.
         most: largest number.

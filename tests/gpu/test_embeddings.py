@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from decoders import DecoderConfig, write_decoder
 from gpu_steps import built_for
-from near_ties import check_greedy
+from greedy import check_greedy
 from runtime.embedded_models import cut
 
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, build_engine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from encoders import encoder, first_step, heard, strided_encoder
 from gpu_steps import built_for
+from greedy import check_greedy
 from hybrids import WIDTH, cross_logits, cross_model, write
-from near_ties import check_greedy
 
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, build_engine
 from trt_kvcache.runtime.trt.cuda import DeviceArray

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import own_loop
 import pytest
 from decoders import DecoderConfig
-from near_ties import check_greedy
+from greedy import check_greedy
 
 from trt_kvcache.importer.cache_plan import CacheLayout, Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch

@@ -113,7 +113,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each row once measured."""
+    """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each result at once."""
     from trt_kvcache.cli.output import console
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase

@@ -113,7 +113,7 @@ def run(
 
 @dataclass(frozen=True)
 class JsonView:
-    """Shows a run as one JSON object at the end. `text`: there is a tokenizer."""
+    """Shows a run as one JSON object at the end. `text` is True if there is a tokenizer."""
 
     text: bool
 

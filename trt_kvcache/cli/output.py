@@ -31,7 +31,7 @@ _PIPED_WIDTH = 1000
 
 
 uncovered: list[Callable[[], AbstractContextManager[None]]] = [nullcontext]
-"""The last function removes progress bars from the terminal while text is printed: they would share a line with it."""
+"""The last of these functions removes progress bars from the terminal while text is printed on the same lines."""
 
 
 def console(stream: IO[str] | None = None) -> Console:

@@ -66,7 +66,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification, with the largest difference for each station (runner of the model)."""
+    """Return the page of a verification, with the largest difference for each form of the model (station)."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
     said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
     notes = [*said, *(("note", note) for note in report.notes)]
@@ -280,7 +280,6 @@ def _bench_charts(results: Sequence[tuple[str, BenchReport]]) -> Iterable[Html]:
 
 
 def _points(measured: BenchReport) -> tuple[list[Point], ...]:
-    """Return the points of each chart."""
     decode = [t for t in measured.timings if t.phase == "decode"]
     return (
         [_point(t) for t in measured.timings if t.phase == "prefill"],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Facts = Mapping[str, str]
-"""Texts about one cache, tensor or the like, by name; ``why`` is a reason."""
+"""Texts about a cache, tensor or attention, for tables: ``{"past": "past_k_0", "dtype": "int8", "why": "..."}``."""
 
 
 class Part(NamedTuple):
@@ -112,7 +112,7 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
     """Yield a table of the bytes that a decode step of `batch` sequences reads and writes, if they were counted.
 
-    `bandwidth` is that of a GPU's memory in GB/s. If it is given, a column has the highest speed that it allows.
+    `bandwidth` of a GPU's memory is in GB/s. If it is given, a column has the highest possible speed.
     """
     if not (costs := _costs(plan, batch)):
         return
@@ -137,7 +137,7 @@ def _costs(plan: CachePlan, batch: int) -> list[StepCost]:
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
-    """Return a line with the bytes that a decode step with full caches moves; empty if they were not counted."""
+    """Return a line with the bytes that a decode step with full caches reads and writes; empty if not counted."""
     cost = step_cost(plan, usual_tokens(plan)[-1], batch)
     if cost is None:
         return ""
@@ -156,9 +156,9 @@ def _part(
 ) -> Iterator[Part]:
     """Yield a table of items, such as caches. Items that differ only in a layer's number share a row.
 
-    `columns` maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number of
-    layers. `facts` has the facts of each item; `names` are the facts that may contain the number of a layer. If `kind`
-    is given, each fact ``why`` becomes a note that begins with `kind`. `more` are further notes.
+    `columns` maps a column's title to the template of its cells, such as ``"{shape}{many}"``; ``{many}`` is the number
+    of layers. `facts` has the texts about each item. `names` are the keys of texts that may contain a layer's number.
+    If `kind` is given, each text ``why`` becomes a note that begins with `kind`. `more` are further notes.
     """
     if not facts:
         return
@@ -217,7 +217,7 @@ def shared_caches(plan: CachePlan) -> str | None:
 
 
 def cache_facts(cache: CacheUpdate) -> dict[str, str]:
-    """Return the texts about a cache that tables show, by name."""
+    """Return texts about a cache for tables, such as its names, shape, dtype and route; see `Facts`."""
     longest = cache.contract.max_update_length if cache.contract else None
     bound = f", at most {longest} tokens per update" if longest else ""
     return {
@@ -240,7 +240,7 @@ def dtype_text(cache: CacheUpdate) -> str:
 
 
 def attention_facts(node: AttentionPlan) -> dict[str, str]:
-    """Return the texts about an attention that tables show, by name."""
+    """Return texts about an attention for tables, such as its node, heads, keys and mask; see `Facts`."""
     same = node.head_size == node.value_head_size
     return {
         "node": node.node,

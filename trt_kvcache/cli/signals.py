@@ -19,7 +19,7 @@ INTERRUPTED = 128
 """The exit code of an interrupted command is this, plus the number of the signal."""
 
 _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
-"""Windows has no SIGHUP; Linux has no SIGBREAK, which Ctrl-Break sends."""
+"""Signals that end a command, except Ctrl-C's. Windows has no SIGHUP; Linux has no SIGBREAK (sent by Ctrl-Break)."""
 
 _LATER = 0.02  # seconds
 _PATIENCE = 2.0  # seconds in which a call into native code may return by itself

@@ -139,9 +139,9 @@ def plan_lines(
 ) -> Lines:
     """Return labeled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
-    `batch` is for the memory estimate; `chosen` is from `chosen_capacity`. `built`: the engine exists; then leave out
-    advice on the export. If the engine exists, or the bandwidth of a GPU's memory is given (GB/s), `cost_line` is
-    added.
+    `batch` is the batch size of the memory estimate; `chosen` is from `chosen_capacity`. `built`: the plan is that of
+    an engine, so advice on the export is left out. `cost_line` is added for an engine, or if `bandwidth` (of a GPU's
+    memory, in GB/s) is given.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:

@@ -109,7 +109,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
 
 
 def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return a table row for each runner (station) of a verification: name, runtime, difference, verdict and so on."""
+    """Return a table row for each form of the model (station) in a verification: name, runtime, difference, verdict."""
     rows: list[tuple[str, ...]] = []
     for s in report.stations:
         if not s.compared:

@@ -16,7 +16,8 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.interface import IndexLimits
-from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, arrange, draw_constants, span_inputs
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, span_inputs
+from trt_kvcache.input_values import place
 from trt_kvcache.machine import free_memory
 
 __all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs", "token_table"]
@@ -71,7 +72,7 @@ class TextInputs:
             elif tensor.role is Role.TOKENS:
                 given, own = feeds[name], tokens if self._table is None else self._table[tokens]
                 if self._table is None and own.size != given.size:  # one value for all texts, or one row with all texts
-                    own = arrange(tokens, ("batch", "sequence"), given.shape, tensor.axes)
+                    own = place((tokens, ("batch", "sequence")), given.shape, tensor.axes)
                 feeds[name] = own.reshape(given.shape).astype(given.dtype)
         return feeds
 
@@ -95,7 +96,7 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
     if "batch" not in names:
         tokens = np.arange(tokens.shape[1] if "sequence" in names else 1)[None]
     values = table[tokens % _KINDS]
-    return arrange(values, ("batch", "sequence", *(axis for axis, _ in own)), like.shape, names).astype(like.dtype)
+    return place((values, ("batch", "sequence", *(axis for axis, _ in own))), like.shape, names).astype(like.dtype)
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:

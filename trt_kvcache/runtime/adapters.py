@@ -1,6 +1,6 @@
 """The LoRA adapters of a session: small changes of the model, of which each sequence may choose one.
 
-Host memory holds every loaded adapter; the runner's adapter slots hold those that the current step needs.
+Host memory holds every loaded adapter. The runner has adapter slots: device memory for the adapters of a step.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """Return `options` with a LoRA rank and modules that fit all these adapters, unless `options` has a rank."""
+    """Return `options` with the largest rank and all modules of these adapters, unless `options` has a LoRA rank."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -130,7 +130,7 @@ def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder])
 
 
 class AdapterSlots:
-    """Loads adapters into the adapter slots of a runner. A new adapter replaces the least recently used one."""
+    """Copies adapters into a runner's adapter slots (device memory). A new adapter replaces the least recently used."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.plan.adapters
@@ -138,9 +138,9 @@ class AdapterSlots:
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Reserve adapter slots for running sequences; the most important adapter comes first in `adapters`.
+        """Reserve adapter slots for the adapters of running sequences, as many as there are slots, in order.
 
-        Return the adapters that have a slot or will get one, and None. Sequences with other adapters must wait.
+        Return the adapters with a slot, and None (for no adapter). Sequences with other adapters must wait.
         """
         asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         self._needed = set(islice(asked, 0 if self._plan is None else self._plan.slots))
@@ -177,7 +177,7 @@ class AdapterSlots:
         for product in self._plan.products:
             self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
             self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
-        self._slots[adapter] = slot  # last: after an interrupt, a half-written slot must belong to no adapter
+        self._slots[adapter] = slot  # at the end: after an interrupt, a half-written slot must belong to no adapter
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
@@ -207,7 +207,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's matrix B. They change the model's module `key`."""
+    """Columns `start` to `stop - 1` of the matrix B of an adapter's `module`, which change the model's module `key`."""
 
     module: LoraModule
     key: _Key
@@ -226,7 +226,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Yield ranges of an adapter's matrix B: one range for each module of the model that `module` changes."""
+    """Yield ranges of an adapter's matrix B: one for each of the model's modules that `module` or its parts change."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -258,7 +258,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one MatMul of the model. Several modules are put side by side along the rank axis."""
+    """Return A and B for one MatMul of the model. If it computes several modules, their ranks are concatenated."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

@@ -1,7 +1,7 @@
 """Describes the buffers that a session keeps from step to step: caches and state.
 
 A batch row of a cache has one cache row for each token. A batch row of state is one value for the whole sequence.
-Callers select parts of both by a range of tokens. State counts as part of the first token.
+Both are addressed by ranges of tokens: a range that includes the first token includes the state.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Carried:
 
     @cached_property
     def planes(self) -> int:
-        """Number of separate parts (such as heads) in a batch row."""
+        """Number of parts, such as heads, in a batch row."""
         return prod(map(int, self.shape[1 : self.axis or 1]))
 
     @cached_property
@@ -104,7 +104,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return the buffers that the caller keeps from step to step: those of caches first, then those of state."""
+    """Return the buffers that the caller keeps from step to step: first caches, then state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)
@@ -116,7 +116,7 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
     """Return why a sequence of this model cannot drop its latest tokens and continue; empty if it can.
 
-    With `rings`, a circular cache is also a reason, because it loses the beginning of a long sequence.
+    With `rings`, circular caches are also a reason, because they lose the beginning of a long sequence.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

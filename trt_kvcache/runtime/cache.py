@@ -1,4 +1,4 @@
-"""The caches of a session for its callers, who acquire, copy, crop, save and offload slots."""
+"""The KV caches of a session, as its callers use them: acquire, copy, crop, save and offload sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trt_kvcache.runtime.token_inputs import read_ids
 
 
 class KVCache:
-    """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
+    """The KV caches of a session, of fixed capacity, and the sequences in them. Any thread may call any method.
 
     A *slot* is the number that names a sequence. A slot has a batch row in every cache buffer, unless it was offloaded.
     """
@@ -42,35 +42,35 @@ class KVCache:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots in use, oldest first."""
+        """The sequences in the cache, by slot number, oldest first."""
         with self._guard.lock, self._guard.open:
             return tuple(self._rows.slots)
 
     def __contains__(self, slot: object) -> bool:
-        """True if a slot is in use."""
+        """True if this number is the slot of a sequence in the cache."""
         return slot in self._rows
 
     @property
     def lengths(self) -> dict[int, int]:
-        """A mapping from each slot to the number of its tokens that are in the cache."""
+        """A mapping from each slot to the number of the sequence's tokens that are in the cache."""
         with self._guard.lock, self._guard.open:
             return {name: slot.length for name, slot in self._rows.slots.items()}
 
     @property
     def free(self) -> int:
-        """Number of slots that can still be acquired."""
+        """Number of sequences that can still be added."""
         with self._guard.lock, self._guard.open:
             return self._rows.free
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Slots whose contents were moved to host memory or to a file; they have no batch row now."""
+        """Slots of sequences without a batch row: their cache contents were moved to host memory or to a file."""
         with self._guard.lock, self._guard.open:
             return tuple(name for name, slot in self._rows.slots.items() if slot.row < 0)
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of slots at a time. It exceeds `rows` only if idle slots may give up their batch rows."""
+        """Most sequences at a time. It exceeds `rows` only if sequences that are not generating may be offloaded."""
         return self._rows.max_sequences or self.rows
 
     @property
@@ -104,17 +104,17 @@ class KVCache:
             return None if self._rows.prefixes is None else replace(self._rows.prefixes.stats)
 
     def tokens(self, slot: int) -> list[int]:
-        """Return the token ids of a slot, including tokens that are not in the cache yet."""
+        """Return the token ids of a slot's sequence, including tokens that are not in the cache yet."""
         with self._guard.lock, self._guard.open:
             return list(self._rows.slot(slot).tokens)
 
     def free_tokens(self, slot: int) -> int | None:
-        """Return how many more tokens a slot may get before the cache is full; None if there is no limit."""
+        """Return how many more tokens a slot's sequence may get before the cache is full; None if there is no limit."""
         with self._guard.lock, self._guard.open:
             return self._rows.free_tokens(slot)
 
     def slot(self, slot: int) -> Slot:
-        """Return the state of a slot, for debugging. Raises `SlotError` if the slot is not in use."""
+        """Return a sequence's batch row and other state, for debugging. `SlotError` if the slot is not in use."""
         return self._rows.slot(slot)
 
     def view(self, name: str) -> Any:
@@ -136,7 +136,7 @@ class KVCache:
         constants: Mapping[str, Array] | Constants | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
+        """Add a sequence with a zeroed batch row; return its slot. The tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
@@ -154,17 +154,17 @@ class KVCache:
             return self._rows.take(ids, self.read_constants(constants), self._adapters.find(adapter))
 
     def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check and return inputs that stay the same in all steps (see `acquire`). Raises `PromptError` if unfit."""
+        """Check and return a sequence's constants (see `acquire`). `PromptError` if they do not fit the model."""
         return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
-        """Free a slot and its batch row. Raises `SlotError` if the slot is not in use, or is generating."""
+        """Remove a sequence, and free its batch row. Raises `SlotError` if its slot is not in use, or is generating."""
         with self._guard.lock, self._guard.open:
             self._rows.idle(slot)
             self._rows.drop(slot)
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: remove its tokens, and zero its row in every cache. Its constants and its adapter stay.
+        """Empty a sequence: remove its tokens, and zero its batch row in every cache. Its constants and adapter stay.
 
         Raises `SlotError` if the slot is not in use, or is generating.
         """
@@ -173,7 +173,7 @@ class KVCache:
             self._rows.reset(slot)
 
     def fork(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents, so that a common prefix is computed only once.
+        """Copy a sequence, so that a common prefix is computed only once. Return the slot of the copy.
 
         Raises `SlotError` if the slot is not in use, or no slot is free.
         """
@@ -181,15 +181,15 @@ class KVCache:
             return self._rows.copy(source)
 
     def crop(self, slot: int, length: int) -> None:
-        """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
+        """Shorten a sequence to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
-        The next tokens of the slot get the positions from `length` on.
+        The next tokens of the sequence get the positions from `length` on.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
             OptionError: `length` is not a whole number.
-            CapacityError: `length` is larger than the number of tokens in the slot; or a circular cache has lost rows
-                that the sequence would see at that length; or the model has state, of which only the newest is kept.
+            CapacityError: `length` is larger than the number of tokens; or a circular cache has lost rows that the
+                sequence would see at that length; or the model has state, of which only the newest is kept.
         """
         with self._guard.lock, self._guard.idle:
             entry, length = self._rows.idle(slot), as_whole(length, "length", " of tokens")
@@ -198,7 +198,7 @@ class KVCache:
             self._rows.crop(slot, length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
-        """Give each slot the contents that another slot has before the call, as beam search does between two steps.
+        """Give each sequence the contents that another one has before the call, as beam search does between two steps.
 
         Args:
             indices: the k-th slot gets the contents of ``slots[indices[k]]``.
@@ -223,7 +223,7 @@ class KVCache:
             self._rows.reorder(indices, names)
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a free batch row. Raises `SlotError` if the slot is not in use, or the row is not free."""
+        """Move a sequence to a free batch row. Raises `SlotError` if its slot is not in use, or the row is not free."""
         with self._guard.lock, self._guard.idle:
             row = as_whole(row, "row", error=SlotError)
             if self._rows.with_row(slot).row != row:
@@ -232,12 +232,12 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
+        """Move the n sequences with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 
     def save(self, path: str | os.PathLike[str], slots: Sequence[int] | None = None) -> None:
-        """Write slots (None: all) with their tokens and cache contents to a safetensors file, completely or not at all.
+        """Write sequences (None: all) and their cache contents to a safetensors file, completely or not at all.
 
         Raises:
             SlotError: a slot is not in use.
@@ -251,7 +251,7 @@ class KVCache:
             save_slots(path, self._runner, {name: self._rows.slot(name) for name in which})
 
     def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
-        """Load all slots of a saved file. Return the new slot for each saved slot. If this fails, nothing was loaded.
+        """Load all sequences of a saved file; return the new slot for each saved slot. After an error, none is loaded.
 
         Raises `CacheFileError` if the file is damaged, or of another model or other caches; `SlotError` if it has more
         slots than batch rows are free.
@@ -262,10 +262,10 @@ class KVCache:
             return load_slots(path, self._runner, self._rows, self._adapters)
 
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
-        """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
+        """Move a sequence's cache contents to host memory, or to a file if `path` is given, and free its batch row.
 
-        Host memory is page-locked if the caches lie on a GPU. `load` can read the file, too. The file stays when the
-        slot is restored. Contents of an offloaded slot move to `path`, if given. After an error, nothing has changed.
+        The sequence keeps its slot. Host memory is page-locked if the caches lie on a GPU. `load` can read the file,
+        too; `restore` does not remove the file. After an error, nothing has changed.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -283,11 +283,11 @@ class KVCache:
             entry.close()
 
     def restore(self, slot: int) -> None:
-        """Bring an offloaded slot back to a batch row. Methods that need the row do this themselves.
+        """Move an offloaded sequence back to a batch row. Methods that need the row do this themselves.
 
         Raises:
             SlotError: the slot is not in use; or no batch row can be freed.
-            CacheFileError: the file is gone or damaged, or has the contents of another cache. The slot stays offloaded.
+            CacheFileError: the file is gone or damaged, or has other contents. The sequence stays offloaded.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.with_row(slot)

@@ -59,7 +59,7 @@ class SavedSlots:
     def __init__(self, file: Any, path: Path, metadata: Mapping[str, str], runner: Runner) -> None:
         self._file, self.path, self._runner = file, path, runner
         self._names = set(file.keys())
-        self._digests: dict[str, bytes] = {}  # digests of the tensors that were read, by name of the tensor
+        self._digests: dict[str, bytes] = {}  # digest of each tensor that was read, by name
         self.digest = metadata.get("digest")
         self.slots = _slots(self, metadata, runner)
         self.adapters = _listed(path, "adapters", metadata.get("adapters", "{}"), dict[int, str])
@@ -196,7 +196,6 @@ def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
-    """Return a slot's cache contents by name of the past input, from its batch row, host memory or a file."""
     if slot.offloaded is not None:
         return slot.offloaded.arrays()
     if slot.row < 0:
@@ -312,7 +311,6 @@ def _digest(data: Array) -> bytes:
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
-    """Return the digest of a file: of its tensors' digests, and of its slots' lengths and adapters."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     said = [lengths, sorted(adapters.items())] if adapters else [lengths]
     return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()
@@ -325,7 +323,7 @@ def _layout(runner: Runner) -> str:
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
     ]
     options = runner.plan.options
-    # Quantized codes encode rotated rows; the scales of calibrated caches follow from their ranges.
+    # Quantized caches hold rows after a rotation; `cache_ranges` determines the scales of calibrated caches.
     facts = carried if options.cache_dtype is None else [carried, "rotated", options.cache_ranges]
     return msgspec.json.encode(facts, order="sorted").decode()
 

@@ -1,7 +1,7 @@
 """Keeps track of the batch row of each sequence, and of how far each batch row is written.
 
-A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. The first
-`length` tokens of a slot are in the cache; the others wait to be written.
+A *slot* is the number that names a sequence. Its batch row, the place in every cache buffer, may change. The first
+`length` tokens of a slot are in the cache; the other tokens wait to be written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CacheRows:
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; those that do not generate may lose their batch rows to others. None: one slot per
-            batch row, not counting slots that the caller offloaded.
+        max_sequences: most sequences; idle ones may lose their batch rows to others. None: one sequence per batch row,
+            not counting sequences that the caller offloaded.
         prefix_cache: bytes of the prefix cache (`PrefixCache` lists its errors); None: no prefix cache.
 
     Attributes:
@@ -55,7 +55,7 @@ class CacheRows:
 
     @property
     def free(self) -> int:
-        """Number of further slots that `take` can return now."""
+        """Number of sequences that can be added now."""
         if self.max_sequences is not None:
             return self.max_sequences - len(self.slots)
         waiting = sum(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -75,7 +75,7 @@ class CacheRows:
         return self.slots[slot]
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed. Raises `SlotError` if it is not in use or is generating."""
+        """Return the state of a slot to be changed. Raises `SlotError` if the slot is not in use, or is generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait until it ends, or remove it, before you change its cache")
@@ -119,13 +119,13 @@ class CacheRows:
         return self._name(entry.copy(row))
 
     def drop(self, slot: int) -> None:
-        """Free a slot and its batch row, if the slot is in use."""
+        """Remove a sequence, and free its batch row. Do nothing if the slot is not in use."""
         entry = self.slots.pop(slot, None)
         if entry is not None:
             entry.close()
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: remove its tokens, and zero its row in the caches. Its constants and its adapter stay."""
+        """Empty a sequence: remove its tokens, and zero its batch row. Its constants and its adapter stay."""
         entry = self.slot(slot)
         self.slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
         if entry.row >= 0:
@@ -193,10 +193,10 @@ class CacheRows:
             "the session with a larger max_sequences"
         )
 
-    # --- what the loop writes
+    # --- tokens that the decode loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot; results are those of one token per step."""
+        """Return the most tokens that one step may write to a slot without other results than in single steps."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
@@ -216,7 +216,7 @@ class CacheRows:
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
     def check(self, slot: Slot, what: str) -> None:
-        """Raise `CapacityError` if a sequence is too long for caches, positions or one step. Errors name it `what`."""
+        """Raise `CapacityError` if a sequence is too long for the caches, the positions or a step; `what` names it."""
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
@@ -236,18 +236,18 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Record that a step is about to write cache rows before `stop`."""
+        """Record that a step will write cache rows of a slot below index `stop`, which must be zeroed later."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Record that a step wrote `tokens` waiting tokens of a slot, and then `guesses` guesses, to the cache."""
+        """Record that a step wrote the next `tokens` tokens of a slot to the cache, and then `guesses` guesses."""
         entry = self.slots[slot]
         length = entry.length + tokens
         written, embeds = max(entry.written, length + guesses), entry.embeds.within(length)
         self.slots[slot] = replace(entry, length=length, written=written, embeds=embeds, used=self._tick())
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """Append the tokens chosen in a step to their slot, and zero the cache rows of its `rejected` guesses.
+        """Append chosen tokens to a slot, and zero the cache rows of the last step's `rejected` guesses.
 
         `tokens` are correct guesses, already in the cache. `after` has the last chosen token, not yet in the cache.
         """
@@ -322,13 +322,13 @@ class CacheRows:
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a batch row that no slot uses."""
+        """Move a sequence to a batch row that is not in use."""
         entry = self.with_row(slot)
         self._copy(entry.row, row)
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
+        """Move the n sequences with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -336,7 +336,7 @@ class CacheRows:
                 self.move(name, holes.pop(0))
 
     def touch(self, row: int, stop: int) -> None:
-        """Record that cache rows before `stop` of a batch row may hold values other than zero."""
+        """Record that the cache rows of a batch row below index `stop` may hold values other than zero."""
         self._dirty[row] = max(self._dirty[row], stop)
 
     def _written(self, entry: Slot, length: int) -> int:
@@ -373,7 +373,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a batch row. The row becomes free when it ends."""
+        """Return True if a running sequence has a batch row, which becomes free at its end."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:

@@ -48,7 +48,7 @@ def calibrate_caches(
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)
-        chunk = min(cache.capacity for cache in caches)  # short enough that no ring loses a row before it is read
+        chunk = min(cache.capacity for cache in caches)  # so that no circular cache loses a row before it is read
         for number, prompt in enumerate(prompts, start=1):
             what = f"calibration prompt {number}"
             ids = _ids(session, prompt, what)

@@ -1,4 +1,4 @@
-"""The continuation of one prompt: all data of a running sequence except its cache rows."""
+"""The state of a running sequence, except its cache rows: tokens, settings, random numbers and text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Continuation:
-    """Continues one prompt: chooses tokens from logits, makes the events, and decides when to end. It touches no cache.
+    """Continues one prompt: chooses tokens from logits, makes the events, and decides when to end. Uses no caches.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -38,7 +38,7 @@ class Continuation:
         """Start the continuation of a prompt, whose token ids the caller has checked.
 
         `tokenizer` makes the text of events, and finds stop strings. `index` selects the random numbers: sequences with
-        the same seed but different indices draw different numbers. If None, it is `sequence`.
+        the same seed but different indices draw different numbers. None: `sequence` is the index.
 
         Raises `PromptError` if the prompt is empty, `OptionError` if there are stop strings, but no tokenizer.
         """
@@ -116,9 +116,9 @@ class Continuation:
         return self._event(None, self._rest(), None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens (at most `most`) to guess for the next update; 0: do not guess."""
+        """Return how many tokens (at most `most`) to guess, to be verified in the next step; 0: do not guess."""
         count = self.config.prompt_lookup_num_tokens or self.assisted
-        # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
+        # A step gives one token more than it has guesses, and guesses beyond the end of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
@@ -168,7 +168,6 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """Return the text that was held back until the end of the sequence; empty before the end."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()

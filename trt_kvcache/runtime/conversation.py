@@ -14,7 +14,7 @@ from trt_kvcache.runtime.token_inputs import common_length
 
 
 class Conversation:
-    """One chat in one slot of a session.
+    """A chat whose tokens stay in a session's caches, in one slot, from turn to turn.
 
     At each turn, the chat template writes the whole conversation again. If it writes earlier turns differently, for
     example without the model's thoughts, the slot is cropped to the first difference.
@@ -33,13 +33,13 @@ class Conversation:
     ) -> None:
         self._session, self._slot = session, -1
         self._how: dict[str, Any] = {"values": dict(values)} if values else {}
-        self._again = 0  # earlier answers to the last message
+        self._again = 0  # number of earlier answers to the last message
         self.messages: list[dict[str, Any]] = []
         self.reset(system)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the slot."""
+        """Number of the conversation's tokens in the cache, or waiting to be written to it."""
         cache = self._session.cache
         return len(cache.tokens(self._slot)) if self._slot in cache else 0
 
@@ -98,7 +98,7 @@ class Conversation:
                 self._session.stop(self._slot)
 
     def _keep(self, tokens: list[int]) -> int:
-        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return how many these are."""
+        """Crop the slot to the first tokens that it has in common with `tokens`; return the number of these tokens."""
         cache = self._session.cache
         if self._slot not in cache or self._session.plan.prefill_in_one_step:  # the conversation is then one prompt
             self._free()

@@ -21,10 +21,10 @@ from trt_kvcache.runtime.token_inputs import common_length
 
 
 class DraftModel:
-    """A smaller model that guesses tokens. It has its own cache slot for each sequence that it guessed for recently.
+    """A smaller model that guesses the main model's next tokens, with the main model's settings and random numbers.
 
-    It chooses tokens as the main model does, with the same settings and random numbers, but from its own logits.
-    `close` closes its runner. Raises `OptionError` if the runner's model cannot be a draft model.
+    The draft model has a cache of its own, with the sequences for which it guessed recently. `close` closes its runner.
+    Raises `OptionError` if the runner's model cannot be a draft model.
     """
 
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
@@ -135,7 +135,7 @@ def check_target(runner: Runner) -> None:
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
     """Open a model or an engine as a draft model. If the file fixes no capacity, the draft model gets the main one's.
 
-    `runner` and `options` are those of the main model. `DecodeSession.open` lists the errors.
+    `runner` and `options` belong to the main model. `DecodeSession.open` lists the errors.
     """
     check_target(runner)
     path = engine_in(path)

@@ -84,7 +84,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
         vocab: the decoder's token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: the source is missing, not needed, or does not fit the model.
+        OptionError: the source is missing, not needed, or of another shape or type than the model takes.
         ModelError: `source` is a model that cannot embed token ids.
     """
     tensor = embedded_input(plan)
@@ -235,9 +235,9 @@ def scaled_by(checkpoint: Path) -> str | None:
 
 _IDS = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # of an id: unknown, with an embedding, place without one
+_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # a token id: not run yet; has an embedding; is a placeholder
 _PROBED = 8
-_SAME = 1e-3  # relative to the scale: a normalization of rows may round differently in another batch
+_SAME = 1e-3  # largest relative difference: a normalization of rows may round differently in another batch
 
 
 class ModelEmbeddings(Embeddings):
@@ -284,7 +284,7 @@ class ModelEmbeddings(Embeddings):
             return
         try:
             bare = np.isnan(self._run(new[np.newaxis], self._filled(len(new)))[0].astype(np.float32)).any(axis=1)
-        except SessionError:  # the model takes exactly as many features as there are places
+        except SessionError:  # the model takes exactly as many features as there are placeholders
             bare = np.array([self._is_place(token) for token in new.tolist()])
         if not bare.all():
             self._table[new[~bare]] = self._run(new[np.newaxis, ~bare], self._empty)[0]

@@ -28,7 +28,7 @@ class SpeculationStats:
     Attributes:
         proposed: guessed tokens that the model verified.
         accepted: guessed tokens that the model chose as well.
-        updates: number of cache updates that contained guesses.
+        updates: number of steps that contained guesses.
         impossible: why no token can be guessed, and what to do; empty if tokens can be guessed.
     """
 

@@ -17,8 +17,8 @@ class Guard:
     entered separately, because it is C code: Ctrl-C could stop a Python method just after it took the lock.
 
     Attributes:
-        open: refuses calls after the session is closed.
-        idle: refuses calls after the session is closed, and calls from code that runs within a step; delays signals.
+        open: context manager that raises `SessionError` if the session is closed.
+        idle: context manager that also refuses calls from code that runs within a step, and delays signals.
         stepping: a lock that is held while a step runs.
     """
 
@@ -60,8 +60,6 @@ class Guard:
 
 
 class _Open:
-    """A context manager that raises an error if the session is closed."""
-
     def __init__(self) -> None:
         self.closed = False
 

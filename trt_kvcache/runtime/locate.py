@@ -130,7 +130,7 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
 def build_with_outputs(
     imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path
 ) -> Path:
-    """Build an engine again with the values `values` as outputs, write it and its manifest, and return its path.
+    """Build an engine again with more outputs, the tensors `values`; write it and its manifest, and return its path.
 
     Raises `BuildError` if TensorRT refuses the model.
     """

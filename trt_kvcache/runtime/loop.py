@@ -53,10 +53,10 @@ Outcomes = list[tuple[int, Outcome]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive tokens of one slot that one step writes.
+    """Consecutive tokens of one sequence that a step writes to the cache.
 
     Attributes:
-        tokens: tokens of the slot that are not in the cache yet, then guesses.
+        tokens: tokens of the sequence that are not in the cache yet, and then guesses of the next tokens.
         guesses: number of guesses at the end of `tokens`.
         keep: number of last positions whose logits are needed.
     """
@@ -70,15 +70,16 @@ class _Piece:
 
     @property
     def waiting(self) -> int:
-        """Number of tokens that are not guesses."""
         return len(self.tokens) - self.guesses
 
 
 @dataclass(frozen=True)
 class Run:
-    """A sequence that the decode loop continues. Each event or error is appended to `outcomes` at once.
+    """A sequence that the decode loop continues.
 
     Attributes:
+        keep_slot: True if the slot stays in use at the end of the sequence.
+        outcomes: the list to which each event or error of the sequence is appended at once.
         client: the owner of the sequence; waiting clients get batch rows in turn.
     """
 
@@ -113,7 +114,7 @@ class DecodeLoop:
         self._runner, self._draft, self._embeddings = runner, draft, embeddings
         self._cache, self._adapters, self._pause = rows, AdapterSlots(runner), pause
         self._runs: dict[int, Run] = {}
-        self._turns: dict[Hashable, int] = {}  # by client: the turn in which it came, or last got a row
+        self._turns: dict[Hashable, int] = {}  # for each client: a count that rises when it comes, or gets a batch row
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
@@ -122,7 +123,7 @@ class DecodeLoop:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots whose sequences the loop is continuing."""
+        """Slots of the sequences that the loop continues."""
         return tuple(self._runs)
 
     def add(
@@ -144,7 +145,7 @@ class DecodeLoop:
         self._cache.slots[slot] = replace(entry, running=True)
 
     def remove(self, slot: int) -> Run:
-        """Stop continuing a slot, and return its `Run`. The slot itself stays in use."""
+        """Stop continuing the sequence in a slot, and return its `Run`. The slot keeps its tokens and caches."""
         self._cache.slot(slot).running = False
         return self._runs.pop(slot)
 
@@ -182,7 +183,7 @@ class DecodeLoop:
     def _advance(self, group: list[_Piece]) -> None:
         """Run one step for a group of batch rows, and choose their next tokens.
 
-        If the step fails, repeat it for each row alone. A sequence ends only if its own step fails.
+        If the step fails, repeat it for each batch row alone: only the sequence whose step fails again ends.
         """
         again = len(group) > 1
         try:
@@ -315,12 +316,11 @@ class DecodeLoop:
         return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
-        """Return the last chosen token of a slot, followed by the guesses in `draft`, to be written in one step."""
         slot = self._cache.slot(name)
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """Return a slot's next tokens to write, as many as fit into a step; the last `keep` need logits."""
+        """Return the next tokens of a slot to write, as many as fit into a step; the last `keep` need logits."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -413,7 +413,7 @@ class DecodeLoop:
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
         """Choose the next tokens of a sequence: its guesses as long as they are right, and one more token.
 
-        An error ends the sequence; if it is not an `Exception` (such as KeyboardInterrupt), it is returned.
+        An error ends the sequence; the error is returned if it is not an `Exception`, such as KeyboardInterrupt.
         """
         run, slot = self._runs[piece.slot], piece.slot
         told: list[TokenEvent] = []  # not read from `outcomes`: the stream's own thread may empty that at any time
@@ -445,7 +445,7 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, events: Sequence[TokenEvent]) -> int:
-        """Append the tokens of `events` to the slot: correct guesses, then one more. Return that one."""
+        """Append the tokens of `events` (correct guesses, and one more token) to the slot; return the last, or -1."""
         tokens = [event.token for event in events if event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
@@ -469,7 +469,6 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """Stop continuing a slot whose sequence has ended. Free the slot unless the caller wants to keep it."""
         if not self.remove(slot).keep_slot:
             self._cache.drop(slot)
 

@@ -121,7 +121,7 @@ def bench_session(
             limit.
 
     Raises:
-        OptionError: a size does not fit the session.
+        OptionError: a number is below 1, or too large for the session.
         SessionError: a step failed.
     """
     for name, values in (("length", lengths), ("position", positions), ("batch", batches), ("repeats", [repeats])):

@@ -19,7 +19,7 @@ from trt_kvcache.runtime.runner import Runner
 
 @dataclass(frozen=True)
 class Unread:
-    """Stands for a tokenizer that is missing or cannot be read. `why` is the reason, for messages."""
+    """Takes the place of a tokenizer that is missing or cannot be read. `why` is the reason, for messages."""
 
     why: str
 

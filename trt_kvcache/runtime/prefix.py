@@ -22,7 +22,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import HostBytes, Runner
 
 BLOCK = 32
-"""Tokens whose rows are stored, found and dropped together."""
+"""Number of tokens in a block: their cache rows are stored, found and dropped together."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PrefixStats:
 class PrefixCache:
     """Copies of the cache rows of earlier sequences. A new block replaces the least recently used one.
 
-    Blocks of one sequence are replaced from its end, because a block is useless without those before it. `size` is in
+    Blocks of one sequence are replaced from its end, because a block is useless without earlier blocks. `size` is in
     bytes of host memory, page-locked if the caches lie on a GPU.
 
     Raises:
@@ -76,7 +76,7 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names of the blocks that hold a sequence's first tokens, up to `most` tokens; see `fill`."""
+        """Return the names (hashes) of the stored blocks for a sequence's first tokens, at most `most` tokens."""
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
         self.stats.lookups += 1
@@ -85,7 +85,7 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the cache rows of these blocks (a sequence's first tokens) to a batch row of every cache."""
+        """Write the cache rows of `blocks`, which `find` returned, to the start of a batch row in every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
@@ -113,7 +113,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """Return the index of free memory for one more block; None if a block in `keep` would have to be dropped."""
+        """Return the index of memory for a new block; None if this would replace a block in `keep`."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))
@@ -127,7 +127,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """Return the names of the first blocks: digests of the adapter and of all tokens up to each block's end."""
+    """Return the names of the first `blocks` blocks: digests of the adapter and of all tokens up to the block's end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()
@@ -136,7 +136,7 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Raise `OptionError` if a cache row depends on anything but its own and earlier token ids, or changes later."""
+    """Raise `OptionError` if a token's cache row depends on more than this and earlier token ids, or changes later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row also depends on an input other than the tokens ('{constants[0].name}')"

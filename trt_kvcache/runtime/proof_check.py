@@ -71,7 +71,7 @@ def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Pat
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a recorded check is not valid here; empty if it is. `now` has the expected contents."""
+    """Return why a recorded check is not valid here; empty if it is valid. `now` is the record that is expected."""
     try:
         passed = msgspec.json.decode(path.read_bytes(), type=PassedCheck)
     except FileNotFoundError:
@@ -227,7 +227,6 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
 
 
 def _driver(cuda: tuple[int, int]) -> str:
-    """Return the CUDA version of the driver and, if the system tells it, the driver's own version, as text."""
     try:
         match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:  # not on Linux

@@ -1,6 +1,6 @@
 """Replays an engine's proof: decodes the recorded tokens again, and compares logits and the newest cache rows.
 
-Cache rows that no token wrote must keep their bits.
+Cache rows to which the replay writes no token must keep their bits.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 Array = npt.NDArray[Any]
 
 _UNFIT = "the proof does not fit the engine"
-_CHOSEN = 0.25  # largest share of an output's rows that other chosen experts may change
+_CHOSEN = 0.25  # largest share of an output's rows that may differ because the engine chose other experts (MoE)
 
 
 class SessionSteps(TextCaches):
-    """Decodes sequences with a session's runner, to compare it; implements `trt_kvcache.compare.decode.Runner`.
+    """Decodes sequences with a session's runner, to compare its results; implements `compare.decode.Runner`.
 
     Args:
         runner: runner of an engine, or of a model on the CPU; if it has too few batch rows, only some sequences are
             decoded.
         given: values of the model's constants, by name; each has a batch of 1, or one row for each sequence.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        garbage, seed: see `TextCaches`.
-        first: batch row that holds the first sequence.
-        spare: batch rows without a sequence, which get the same contents as the first sequence.
+        garbage, seed: values in cache rows without a token, and the seed of their random numbers; see `TextCaches`.
+        first: batch row of the first sequence.
+        spare: batch rows without a sequence. At the start they get the contents of the first sequence.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Difference:
     """The largest difference found in one output, and the allowed difference.
 
     Attributes:
-        output: name of the logits, or of a cache's past.
+        output: ``"logits"``, or the name of a cache's past input.
         found: the difference, relative to the values in a row; None if a number is not finite.
-        allowed: the allowed difference in that part of the decode in which `found` occurred.
+        allowed: the allowed difference, in the part of the decode where `found` occurred.
     """
 
     output: str
@@ -142,6 +142,7 @@ class Finding:
         step: number of the step, from 0.
         part: name of the part of the decode to which the step belongs.
         row: index of the sequence.
+        what: text that describes the difference.
     """
 
     output: str
@@ -175,7 +176,7 @@ class Replay:
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the batch rows for a replay: one for each sequence and, if possible, one that must not change."""
+    """Return the number of batch rows for a replay: one for each sequence, and one more that must not change."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
@@ -221,9 +222,9 @@ class _Replay:
         self._count = 0
         self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
-        # by part and output: the rows with a difference; if there is only one row: the parts
+        # by (output, part of the decode): the rows above the usual limit. With one row, by (output, ""): such parts
         self._outside: dict[tuple[str, str], set[object]] = {}
-        self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
+        self._outliers: dict[str, tuple[int, int]] = {}  # by output: number of rows that differ, and of all rows
 
     def _misfit(self) -> str:
         """Return why a proof's lengths or cache names do not fit this engine; empty if they do."""
@@ -285,7 +286,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows to check for unwanted changes: spare rows and, except for state, those of `texts`."""
+        """Return the batch rows to check for unwanted changes: spare rows, and for a cache the rows of `texts`."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:

@@ -30,13 +30,13 @@ ConstantValues = Mapping[str, npt.NDArray[Any]] | Constants
 """Inputs beside the tokens, such as an encoder's output: an array ``[1, ...]`` for each input's name."""
 
 ConstantsAll = Sequence[ConstantValues] | None
-"""The constants of each prompt, in order; None for models that have no such inputs."""
+"""For each prompt in order: values of the inputs beside the tokens; None for models that have no such inputs."""
 
 EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
 """Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for a prompt that has only ids."""
 
 PositionsAll = Sequence[npt.ArrayLike | None] | None
-"""Positions ``[S]`` or ``[planes, S]`` of each prompt's tokens, in order; None if they are consecutive."""
+"""For each prompt in order: positions ``[S]``, or ``[planes, S]`` (M-RoPE: 3 planes); None if they are consecutive."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Checks the prompts of callers, and turns texts into token ids. `why` is the reason if there is no tokenizer."""
+    """Checks the prompts of callers, and turns texts into token ids. Without a tokenizer, messages contain `why`."""
 
     def __init__(
         self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""

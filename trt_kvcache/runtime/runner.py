@@ -42,7 +42,7 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The inputs of one step: `S` new tokens for each of `R` neighboring batch rows.
+    """The inputs of one step: S new tokens for each of R neighboring batch rows.
 
     Attributes:
         first_row: the step reads and writes batch rows ``first_row .. first_row + R - 1`` of every cache.
@@ -54,10 +54,10 @@ class StepBatch:
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
         positions: int64 ``[R, planes, S]`` (planes: positions per token; 1 if they are equal); None: the position of
             each token is its cache row.
-        highest: the caller needs this many of the highest scores of each position, and all that tie with the lowest of
-            these. 1: only one score (if several are equal, that of the lowest token id). 0: all scores.
-        masks: function that returns which tokens are allowed to be among the `highest`; None: all. A runner should call
-            it after the step has started, so that step and function run at the same time.
+        highest: how many of the highest scores of each position the caller needs, with all scores that equal the
+            lowest of them. 1: only one score (of equal ones, that of the lowest token id). 0: all scores.
+        masks: function that returns bit masks of the tokens that may be among the `highest`; None: all tokens. A runner
+            should call it after the step has started, so that step and function run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
     """
 
@@ -84,7 +84,7 @@ class StepBatch:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the step's axes, by the names that a plan gives to axes."""
+        """Sizes of the step's axes, by their names in a plan: ``{"batch": R, "sequence": S, ...}``."""
         return axis_sizes(self.rows, self.length) | {"kept": max(self.keep, 1)}
 
     @cached_property
@@ -109,7 +109,7 @@ class Runner(Protocol):
 
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
-        home: constants of a step may be arrays on this GPU, see `DeviceArray.home`; None: only host arrays.
+        home: the GPU on which constants of a step may lie, see `DeviceArray.home`; None: only host arrays.
         max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
         max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.
@@ -174,7 +174,7 @@ class Runner(Protocol):
         """
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """Write data that `pack_rows` returned to a batch row, as the same range of tokens."""
+        """Write data that `pack_rows` copied for the same range of tokens to a batch row."""
 
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.

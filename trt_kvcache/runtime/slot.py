@@ -1,4 +1,4 @@
-"""One sequence in the cache: its tokens and positions, its row, and its cache contents if it was offloaded."""
+"""One sequence in the cache: tokens, positions, batch row, and its cache contents if they were offloaded."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ class Slot:
         embeds: the caller's embeddings of tokens that are not in the cache yet.
         offloaded: cache contents of a slot without a row; None if the slot is not offloaded or has no contents.
         used: time of the last use; the slot with the lowest value was used least recently.
-        by_ids: number of first tokens that the caller gave without embeddings and positions of their own; None: all
-            tokens.
+        by_ids: number of first tokens for which the caller gave ids alone, no embeddings or positions; None: all.
         remembered: number of first tokens that were copied to or from the prefix cache.
     """
 

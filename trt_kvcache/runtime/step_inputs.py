@@ -35,7 +35,7 @@ from trt_kvcache.runtime.generation.token_masks import Mask, all_tokens
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
 SPAN_BUCKET = 256
-"""Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
+"""The number of cache rows that a step reads is a multiple of this, so that one CUDA graph serves many steps."""
 
 _EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # not filled by `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
@@ -47,7 +47,7 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 
 
 class StepLogits:
-    """The output that holds the logits of a model.
+    """Finds a model's output of logits, and reads the logits of a step from its values.
 
     Attributes:
         known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
@@ -98,7 +98,7 @@ class StepLogits:
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Set the size of the vocabulary, for a model that does not fix it."""
+        """Set the size of the vocabulary if the model leaves it open; else do nothing."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class StepLogits:
 
 
 class StepInputs:
-    """Computes the inputs of a step from the roles in the plan.
+    """Computes the inputs of a step (tokens, positions, write indices, masks, ...) by their roles in the plan.
 
     If a token has several positions (M-RoPE: time, height, width), all get the same number (right for text), unless the
     step has its own. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid
@@ -133,10 +133,10 @@ class StepInputs:
         uniform: True if an input lacks a batch axis, although its values differ between rows. Then all rows of a step
             must start at one position.
         max_rows: most rows in a step; None if the model's batch is dynamic.
-        fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
+        fixed_rows: the model's batch size, if it is fixed and above 1; else None.
         constants: the inputs that stay the same in all steps of a sequence.
         embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
-        fixed_length: the only number of tokens per row and step that the model takes, or None.
+        fixed_length: number of tokens per row and step, if the model fixes it; else None.
 
     Args:
         plan: plan of the rewritten model.
@@ -166,7 +166,7 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros as embeddings of tokens ``[R, S]``, for unused results; None if the model takes ids."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for a step without use; None if the model takes ids."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -181,7 +181,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens, with padding, that a sequence may have with a position table of `rows` entries."""
+        """Return the most tokens of a sequence, without padding, that a position table of `rows` entries allows."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
@@ -219,7 +219,7 @@ class StepInputs:
         """Write the values that ``arrays()`` returns into existing arrays of the right shapes and dtypes."""
         for tensor in self._inputs:
             target = into[tensor.name]
-            target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
+            target[...] = self._values(tensor, batch, target.shape)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
         """Return shapes of the inputs in `arrays`, spans (cache rows to read) and constants; compute no values."""
@@ -228,30 +228,31 @@ class StepInputs:
         constants = {name: (batch.rows, *array.shape[1:]) for name, array in given.items()}
         return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
-    def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """Return the values of one input, in a shape that broadcasts to the input's shape."""
+    def _values(self, tensor: TensorRole, batch: StepBatch, shape: tuple[int, ...]) -> Array:
+        """Return the values of one input of the shape `shape`."""
         role, dtype = tensor.role, self._dtypes[tensor.name]
         if tensor.embedded:
-            return _embeds(batch, tensor)
+            return _embeds(batch, tensor, shape)
         if role is Role.TOKENS:
-            return place(by_token(batch.tokens, tensor), tensor.axes)
+            return place(by_token(batch.tokens, tensor), shape, tensor.axes)
         if role is Role.POSITIONS and batch.positions is not None:
-            return _positions(batch.positions, tensor)
+            return _positions(batch.positions, tensor, shape)
         if role is Role.ADAPTER and batch.adapters is not None:
-            return place((batch.adapters, ("batch",)), tensor.axes)
+            return place((batch.adapters, ("batch",)), shape, tensor.axes)
         if role in (Role.ZEROS, Role.ADAPTER):
-            return np.zeros([1] * len(tensor.shape), dtype)
+            return np.zeros(shape, dtype)
         if role is Role.MASK:
             circular = any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
             ring = self._reach[tensor.name] if circular else None
-            held, new = newest_tokens(batch.starts, batch.length, keys, ring)
+            held, new = newest_tokens(batch.starts, batch.length, shape[-1], ring)
             visible = (held >= 0) & (held <= new)
             if dtype.kind not in "iub":  # a bias that is added to the scores: finite, because all keys may be hidden
                 visible = np.where(visible, 0.0, float(ml_dtypes.finfo(dtype).min))  # type: ignore[no-untyped-call]
-            return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
-        known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
+            return place((visible, ("batch", "sequence", "keys")), shape, tensor.axes)
+        valid = np.minimum(batch.starts + batch.length, self._reach[tensor.name])
+        known = from_lengths(role, batch.starts, batch.length, valid)
         assert known, role  # `_check` refuses other roles
-        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, tensor.axes)
+        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, shape, tensor.axes)
 
     def _shape(self, tensor: TensorRole, batch: StepBatch) -> tuple[int, ...]:
         known = batch.sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
@@ -373,25 +374,25 @@ class StepInputs:
             )
 
 
-def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the step's embeddings in a shape that broadcasts to the input; `SessionError` if there are none."""
+def _embeds(batch: StepBatch, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+    """Return the step's embeddings in the input's shape; raises `SessionError` if there are none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
             "up embeddings: DecodeSession(runner, embeddings=...)"
         )
     values, names = by_token(batch.embeds, tensor)
-    return place((values, (*names, "width")), (*tensor.axes[:-1], "width"))
+    return place((values, (*names, "width")), shape, (*tensor.axes[:-1], "width"))
 
 
-def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` (planes: positions per token) in a shape that fits the input."""
+def _positions(values: Array, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+    """Return the caller's positions ``[R, planes, S]`` (planes: positions per token) in the input's shape."""
     if len(tensor.shape) < 3:
-        return place(by_token(values[:, 0], tensor), tensor.axes)
+        return place(by_token(values[:, 0], tensor), shape, tensor.axes)
     if "tokens" not in tensor.axes:
-        return place((values, ("batch", "planes", "sequence")), axes_with_planes(tensor))
+        return place((values, ("batch", "planes", "sequence")), shape, axes_with_planes(tensor))
     flat = values.transpose(1, 0, 2).reshape(values.shape[1], -1)
-    return place((flat, ("planes", "tokens")), axes_with_planes(tensor))
+    return place((flat, ("planes", "tokens")), shape, axes_with_planes(tensor))
 
 
 def why_no_session(plan: CachePlan) -> str:
@@ -424,7 +425,7 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:
         embeds = np.pad(embeds, (*beside, (0, 0)))
-    # positions of a token of the step: all rows agree if the model takes one position for all
+    # Padding copies the positions of a real token: a model may take one position for all rows.
     if positions is not None:
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])

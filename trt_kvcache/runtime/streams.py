@@ -19,10 +19,10 @@ from trt_kvcache.runtime.requests import ReadPrompt
 
 
 class Reader:
-    """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
+    """Holds the cache slots of one stream, so that they are freed even if Ctrl-C interrupts the stream's generator.
 
-    Ctrl-C may interrupt any line of a generator, even the lines that free its slots. So a weak reference shows
-    whether the generator is gone; signals cannot interrupt this.
+    `Streams.leave` frees the slots. If it was interrupted, `Streams.end_gone` frees them later: a weak reference to
+    this object tells that the generator is gone.
 
     Attributes:
         slots: slots of the sequences that have not ended. A slot is added in the ``guard.idle`` block that takes it, so
@@ -76,11 +76,11 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots with events that `step` has not returned yet."""
+        """Slots of sequences (added by `DecodeSession.add`) with events that `step` has not returned yet."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
-        """Drop the events of an added sequence that `step` has not returned yet."""
+        """Drop the events of a sequence (added by `DecodeSession.add`) that `step` has not returned yet."""
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Generator[TokenEvent]:
@@ -125,7 +125,7 @@ class Streams:
             self._end(reader.slots)
 
     def _join(self, waiting: deque[tuple[Continuation, ReadPrompt]], mine: set[int], mailbox: Outcomes) -> None:
-        """Give free batch rows to waiting prompts, and add these to the loop; `SlotError` if no row gets free."""
+        """Take slots for waiting prompts, and add their sequences to the loop; `SlotError` if no row will be free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()

@@ -29,7 +29,7 @@ _LEXER_STATES = 50_000
 
 
 class Grammars:
-    """Compiles grammars for a session's tokenizer and vocabulary. Creating it takes time for each vocabulary entry.
+    """Compiles grammars for a session's tokenizer and vocabulary. Its creation takes time: it reads all tokens.
 
         grammars = Grammars(session)
         schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

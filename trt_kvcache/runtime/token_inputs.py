@@ -1,4 +1,4 @@
-"""Inputs of a sequence: its token ids, their positions, and the caller's embeddings of tokens that wait."""
+"""Inputs of a sequence: token ids, positions, and the caller's embeddings of tokens that are not in the cache yet."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Embeds:
         if not len(self.at):
             return self
         first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])
-        # A view of no rows would keep the memory of all rows.
+        # An empty view would keep the memory of all rows alive.
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:

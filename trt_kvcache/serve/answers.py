@@ -31,7 +31,7 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Gives a token's text and bytes in an answer's log-probabilities. All texts, joined, give the answer."""
+    """Gives the text and bytes of tokens, for an answer's log-probabilities. The joined texts are the answer's text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -92,7 +92,7 @@ class Answer:
         self._head = {"id": name, "created": self.created, "model": model}
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event of the sequence with index `place`; return the event's text, without parts of tool calls."""
+        """Add an event of the sequence with index `place`; return its text, without text that belongs to tool calls."""
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))

@@ -79,7 +79,7 @@ class ApiError(TrtKvCacheError):
 
 
 def as_api(error: TrtKvCacheError) -> ApiError:
-    """Convert an error of a session or a core to the error for the client."""
+    """Convert an error of a session or a `ServingCore` to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -207,7 +207,7 @@ class ChatRequest(_Request):
 
 
 class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to load or unload an adapter, in vLLM's form; `lora_path` lies in the server's folder."""
+    """A request to load or unload an adapter, in vLLM's form. `lora_path` is a path in the server's `lora_folder`."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     lora_path: str | None = None
@@ -439,7 +439,6 @@ def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[l
 
 
 def _several(prompt: Any) -> list[Any]:
-    """Return the prompts of a completion request as a list; the request may give a single prompt without a list."""
     return prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
 
 

@@ -30,7 +30,7 @@ from trt_kvcache.serve.api_requests import (
 from trt_kvcache.serve.core import ServingCore
 
 _MOST = 1024
-"""Most sequences of one row."""
+"""Most sequences that one row (request) may ask for."""
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -257,7 +257,7 @@ class Journal:
         return record
 
     def clear(self) -> None:
-        """Remove all answers from the journal; `close` removes an empty journal."""
+        """Remove all answers from the journal; the end of its ``with`` block removes the file of an empty journal."""
         with self._one_line():
             self._db.execute("DELETE FROM rows")
 

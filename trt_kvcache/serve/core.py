@@ -50,7 +50,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence in the session. It runs, or waits for a batch row."""
+    """A sequence in the session, which runs or waits for a batch row. `place` is its index in the request."""
 
     request: _Request
     place: int
@@ -175,7 +175,7 @@ class ServingCore:
         return request
 
     def _leave(self, request: _Request) -> None:
-        """Mark a request that nobody reads any more. The next step of the core frees its batch rows."""
+        """Mark a request whose events nobody reads any more. The next step of the core frees its batch rows."""
         with self._changed:
             request.gone = True
             if request in self._came:
@@ -292,7 +292,6 @@ def _said(error: Exception) -> TrtKvCacheError:
 
 
 def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:
-    """Yield the prompts of several requests in turn: the first of each request, then the second of each, and so on."""
     for place, works in enumerate(zip_longest(*(request.works for request in requests))):
         yield from ((request, place, work) for request, work in zip(requests, works, strict=True) if work is not None)
 

@@ -114,7 +114,8 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """The interface between Dynamo's worker, which calls the methods, and a serving core.
 
     `texts` is the folder that `write_texts` wrote; `max_queue` is the most sequences that wait for a batch row. Raises
-    `OptionError` if a moved sequence would differ: a default setting counts new tokens, or tokens see later ones.
+    `OptionError` if a sequence could get other tokens on another worker, because a default setting counts new tokens,
+    or because tokens of one step see each other.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:

@@ -21,7 +21,7 @@ from trt_kvcache.files import read_file
 from trt_kvcache.serve.service import Service
 
 _SLOW = 5
-"""Seconds after the drain in which clients can still read complete answers."""
+"""Seconds in which clients can still read complete answers, after running requests have ended."""
 
 _IDLE = 75
 """Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds), so that no

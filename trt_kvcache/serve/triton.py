@@ -1,4 +1,4 @@
-"""Runs a serving core as a model of Triton's python backend; `trt_kvcache.serve.repository` writes its repository.
+"""Runs a `ServingCore` as a model of Triton's python backend, in a repository from `trt_kvcache.serve.repository`.
 
 A request has one prompt, as `text_input` or `input_ids`. `sampling_parameters` has the fields of ``/v1/completions`` as
 JSON; its field `model` chooses an adapter. With `stream`, the answer is one response for each event.
@@ -117,7 +117,6 @@ class TritonPythonModel:
 
 
 async def _others() -> None:
-    """Let the event loop run its other tasks once."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 

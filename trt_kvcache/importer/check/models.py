@@ -103,7 +103,8 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
     span = pair.plan.logits_span
     if span is not None and span.output not in pair.last_positions:
         raise UnsupportedModelError(
-            f"the rewritten model's output '{span.output}' does not depend on the logits span '{span.name}'"
+            f"the rewritten model's output '{span.output}' does not depend on the input '{span.name}', which says for "
+            "how many last positions logits are computed"
         )
     for name in sorted(presents):
         if any(name not in graph.makes for graph in pair.sides):

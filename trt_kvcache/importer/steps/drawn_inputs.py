@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,15 @@ from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import numpy_dtype, size_of
+from trt_kvcache.input_values import (
+    Named,
+    axis_sizes,
+    by_token,
+    caches_under,
+    from_lengths,
+    newest_tokens,
+    place,
+)
 
 _HIDDEN_SHARE = 0.2  # a mask input hides this share of visible keys, to detect a rewrite that drops the mask
 ENCODER_TOKENS = 6  # length of an encoder's output in verification
@@ -140,10 +149,7 @@ class DrawnInputs:
 
     def shared(self, step: Step) -> dict[str, Array]:
         """Return values for the inputs that the original and the rewritten model share, by name."""
-        sizes = {
-            "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
-            "batch+1": len(step.starts) + 1,
-        }  # fmt: skip
+        sizes = axis_sizes(len(step.starts), step.length)
         return {t.name: self._fill(t, step, sizes | {"keys": self._capacity(t.name)}) for t in self._inputs}
 
     def _fill(self, tensor: TensorRole, step: Step, sizes: Mapping[str, int]) -> Array:
@@ -153,37 +159,28 @@ class DrawnInputs:
         dtype = numpy_dtype(tensor.dtype)
         if tensor.name in self._named:
             return self._slice_values(tensor, shape).astype(dtype)
-        starts, after = np.array(step.starts), np.array(step.valid)
-        names: tuple[str, ...]
         match tensor.role:
             case Role.TOKENS if dtype.kind in "iu":
                 return self._rng.integers(0, self._limits.tokens.get(tensor.name, 2), shape).astype(dtype)
-            case Role.POSITIONS:
-                positions = starts[:, None] + np.arange(step.length)
-                limit = self._limits.positions.get(tensor.name)
-                values, names = positions if limit is None else positions % limit, ("batch", "sequence")
-                if len(shape) > 2:
-                    return place_positions(values, shape, tensor.axes).astype(dtype)
-                if "tokens" in tensor.axes:
-                    values, names = values.reshape(-1), ("tokens",)
-            case Role.WRITE_INDICES:
-                values, names = starts, ("batch",)
-            case Role.VALID_LENGTHS:
-                bound = math.inf if self._rings else self._capacity(tensor.name)
-                values, names = np.minimum(after, bound), ("batch",)
-            case Role.UPDATE_LENGTHS:
-                values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
             case Role.MASK:
                 return self._mask(tensor, step, shape, dtype)
             case Role.ZEROS | Role.ADAPTER:
                 return np.zeros(shape, dtype)
             case Role.ADAPTER_WEIGHTS:
                 return self._other_adapters(tensor.name, shape, dtype)
-            case _ if dtype.kind == "f":
-                return self._rng.normal(0, 0.5, shape).astype(dtype)
-            case _:
-                return self._rng.integers(0, 2, shape).astype(dtype)
-        return arrange(values, names, shape, tensor.axes).astype(dtype)
+        valid = np.minimum(step.valid, math.inf if self._rings else self._capacity(tensor.name))
+        if known := from_lengths(tensor.role, np.array(step.starts), step.length, valid):
+            return self._from_lengths(tensor, known, shape).astype(dtype)
+        drawn = self._rng.normal(0, 0.5, shape) if dtype.kind == "f" else self._rng.integers(0, 2, shape)
+        return drawn.astype(dtype)
+
+    def _from_lengths(self, tensor: TensorRole, known: Named, shape: tuple[int, ...]) -> Array:
+        if tensor.role is not Role.POSITIONS:
+            return place(known, shape, tensor.axes)
+        positions = known[0] % self._limits.positions.get(tensor.name, _ANY_LENGTH)
+        if len(shape) > 2:
+            return place_positions(positions, shape, tensor.axes)
+        return place(by_token(positions, tensor), shape, tensor.axes)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return values for an adapter input: zeros in slot 0, which all sequences use, and 10 in all other slots."""
@@ -216,9 +213,7 @@ class DrawnInputs:
 
     def _capacity(self, name: str) -> int:
         """Return the rows of the smallest cache whose attention reads this input (a mask or valid lengths)."""
-        geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
-        read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
-        capacities = [c.capacity for c in self._plan.caches if c.past in read]
+        capacities = [c.capacity for c in caches_under(self._plan, name)]
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         fixed = max((n for n in rows if isinstance(n, int)), default=1)
         return min(capacities or [c.capacity for c in self._plan.caches], default=fixed)
@@ -226,23 +221,18 @@ class DrawnInputs:
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a causal mask over the cache rows that hold tokens. It also hides some of the keys a query may see."""
         keys = shape[-1] if shape else 1
-        starts, after = np.array(step.starts)[:, None, None], np.array(step.starts)[:, None, None] + step.length
-        query = starts + np.arange(step.length)[None, :, None]
-        # The newest token in row j of a cache of `keys` rows; in linear caches it is token j.
-        newest = after - 1 - (after - 1 - np.arange(keys)) % keys
-        written = newest >= 0
-        if not any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches):
-            newest, written = np.arange(keys)[None, None, :], np.arange(keys)[None, None, :] < after
+        is_ring = any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)
+        held, new = newest_tokens(np.array(step.starts), step.length, keys, keys if is_ring else None)
         share = 0 if self._plain else _HIDDEN_SHARE
         hidden = self._rng.random((len(step.starts), step.length, keys)) < share
-        visible = written & (newest <= query) & (~hidden | (newest == query))
+        written = np.broadcast_to((held >= 0) & (held <= new[:, -1:]), hidden.shape)
         names = ("batch", "sequence", "keys")
-        placed = arrange(visible, names, shape, tensor.axes)
+        placed = place((written & (held <= new) & (~hidden | (held == new)), names), shape, tensor.axes)
         if dtype.kind != "f":
             return placed.astype(dtype)
         # Hidden rows that hold a token get a finite bias. If lengths or causality leave a query no other key, a softmax
         # of only the lowest values would depend on the order in which they were added.
-        token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
+        token = place((written, names), shape, tensor.axes)
         bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
         # -inf, not the lowest finite number: ONNX Runtime treats the latter as -inf, but ONNX's definition adds it.
         return np.where(token, bias, -np.inf).astype(dtype)
@@ -280,26 +270,3 @@ def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = Non
 def _span(span: SpanInput, step: Step, kind: str) -> int:
     tight = max(1, min(max(step.valid), span.capacity))
     return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]
-
-
-def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Transpose, repeat or shorten `values`, whose axes are `names`, to the shape `shape` with the axes `axes`.
-
-    An unnamed axis takes the first unused name whose size fits. Along an axis without a matching name, values are
-    repeated. If a name has no axis in `axes`, one entry along it is kept: the last for `sequence`, else the first.
-    """
-    sizes = dict(zip(names, values.shape, strict=True))
-    order: list[str | None] = [axis if axis in names else None for axis in axes]
-    if "keys" in names and order and "keys" not in order:
-        order[-1] = "keys"
-    for place, size in enumerate(shape):
-        if order[place] is None and not (axes[place] and axes[place] != "?"):
-            order[place] = next((n for n in names if n not in order and sizes[n] == size), None)
-    for name in names:
-        if name not in order:
-            values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    # Axes that the tensor does not have are of size 1 now. They go to the end, where the reshape drops them.
-    named = [names.index(n) for n in order if n is not None]
-    values = values.transpose([*named, *(i for i, n in enumerate(names) if n not in order)])
-    spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
-    return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # turns a scalar into [1]

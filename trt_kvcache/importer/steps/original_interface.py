@@ -24,7 +24,8 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
-from trt_kvcache.importer.steps.drawn_inputs import arrange, rows_together
+from trt_kvcache.importer.steps.drawn_inputs import rows_together
+from trt_kvcache.input_values import from_lengths, place
 
 Feeds = dict[str, Array]
 
@@ -144,12 +145,9 @@ class OriginalInterface:
         past, length = sizes["past"], sizes["sequence"]
         starts = np.atleast_1d(feeds[self._starts])[rows]
         starts = starts[:1] if (starts == past).all() else starts
-        match tensor.role:
-            case OriginalRole.POSITIONS:
-                values = starts[:, None] + np.arange(length)
-                return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
-            case OriginalRole.PAST_LENGTH:
-                return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
+        same = {OriginalRole.POSITIONS: Role.POSITIONS, OriginalRole.PAST_LENGTH: Role.WRITE_INDICES}
+        if tensor.role in same and (known := from_lengths(same[tensor.role], starts, length, starts)):
+            return place(known, shape, tensor.axes).astype(dtype)
         # If the past keeps only the newest rows, the last column of a mask belongs to the newest token.
         places = np.arange(shape[-1]) + (0 if tensor.window_rows is None else past + length - shape[-1])
         if tensor.role is OriginalRole.PADDING_MASK:
@@ -180,11 +178,11 @@ class OriginalInterface:
         if tensor.window_rows is not None:
             known["total"] = min(sizes["past"], tensor.window_rows) + sizes["sequence"]
         shape = []
-        for place, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
+        for at, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
             size = size_of(dim)
             size = known.get(axis) if size is None else size
             if size is None:
-                raise OptionError(f"cannot tell how long axis {place} of the original's input '{tensor.name}' is")
+                raise OptionError(f"cannot tell how long axis {at} of the original's input '{tensor.name}' is")
             shape.append(size)
         return tuple(shape)
 

@@ -1,6 +1,6 @@
 """Constants: inputs that stay the same in all steps of a sequence, such as an encoder's output, keys, values or mask.
 
-Each sequence has its own constants. The rows of one step have constants of equal shapes.
+Each sequence has other constants. Sequences that share a step must have constants of equal shapes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Constants:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step."""
+        """Sizes of all axes of all arrays, except the batch axes. Sequences with equal sizes can share a step."""
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
 
 NO_CONSTANTS = Constants()
-"""The constants of a sequence, for a model that takes no constants."""
+"""The `Constants` of a sequence whose model has no inputs that stay the same in all steps."""
 
 
 class ConstantInputs:
     """Checks the values of a model's constants: inputs that stay the same in all steps of a sequence.
 
-    `home` is the GPU on which the given arrays may lie; None: they must lie in host memory.
+    `home` is the GPU on which the values may lie (see `Runner.home`); None: the values must lie in host memory.
     """
 
     def __init__(self, plan: CachePlan, home: object = None) -> None:
@@ -60,10 +60,10 @@ class ConstantInputs:
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
-        """Check the constants of one sequence, and return them as `Constants`. Such an object is returned unchanged.
+        """Check the constants of one sequence, and return them as `Constants`. `Constants` are returned unchecked.
 
-        `values` has an array ``[1, ...]`` for every input. Raises `PromptError` if an input is missing, unknown or
-        unfit.
+        `values` has an array ``[1, ...]`` for every input. Raises `PromptError` if an input is missing or unknown, or
+        an array has the wrong dtype or shape.
         """
         if isinstance(values, Constants):
             return values

@@ -1,7 +1,6 @@
 """Runs the encoder of an encoder-decoder: it takes audio, images or text, and returns the decoder's constants.
 
-It runs once for each sequence, without padding: as an engine on the decoder's GPU (`trt.encoder_engine`), or on the
-CPU.
+The encoder runs once for each sequence, without padding: on the decoder's GPU (`trt.encoder_engine`) or on the CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Encoder(Protocol):
     """The interface of encoders: an encoder computes the constants that a decoder reads in all steps.
 
     Attributes:
-        where: the place where the encoder runs; empty if it runs on the decoder's device.
+        where: text such as ``"encoder on the CPU"``; empty if the encoder runs on the decoder's device.
     """
 
     where: str
@@ -61,8 +60,8 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
     Raises:
         OptionError: the model takes no inputs from an encoder, or there is no encoder.
-        ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If an engine exists but
-            cannot be opened, the CPU does not run it instead: a server would become slow without notice.
+        ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If the encoder's engine
+            exists, but cannot be opened, there is no fallback to the CPU: a server would become slow without notice.
     """
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
@@ -100,11 +99,11 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
 
 class OnnxEncoder:
-    """An `Encoder` on the CPU.
+    """Runs an encoder on the CPU with ONNX Runtime; implements `Encoder`.
 
-    Some exports have a separate model for the decoder's first step, `first_step`. It runs once for each source, and
-    computes the decoder's keys and values from the encoder's output. Raises `InvalidModelError` or
-    `UnsupportedModelError` if a model cannot run or does not fit the decoder.
+    In some exports, the cross-attention's keys and values come from a separate model for the decoder's first step
+    (`first_step`), which then runs after the encoder. Raises `InvalidModelError` or `UnsupportedModelError` if a model
+    cannot run, or its outputs do not match the decoder's inputs.
     """
 
     def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:
@@ -121,7 +120,7 @@ class OnnxEncoder:
         self._later = find_later(parts.rest, later, path, first_step)
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence; see `Encoder.encode`."""
+        """Return the decoder's inputs from the encoder, for one sequence; see `Encoder.encode`."""
         feed, parts = self._reader.read(source), self._parts
         ids = feed.get(IDS)
         if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):
@@ -144,11 +143,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class FirstStep:
-    """Computes keys and values from the encoder's output, with a part of the model for the decoder's first step.
+    """Computes a decoder's cross-attention keys and values, with a part of the model for the decoder's first step.
 
     `wanted` names the outputs to compute; names that the model lacks are left out. Raises `InvalidModelError` or
-    `UnsupportedModelError` if the file cannot be run, or has inputs other than token ids, the encoder's output and a
-    mask.
+    `UnsupportedModelError` if the file cannot run, or these outputs need inputs other than token ids, the encoder's
+    output and a mask.
     """
 
     def __init__(self, path: Path, wanted: Collection[str]) -> None:
@@ -166,9 +165,9 @@ class FirstStep:
         self._tried = False
 
     def run(self, hidden: Array) -> list[Array]:
-        """Return the keys and values that the decoder computes from the encoder's output, float ``[1, S_enc, H]``.
+        """Return the keys and values for an encoder's output `hidden`, float ``[1, S_enc, H]``.
 
-        Raises `UnsupportedModelError` if they depend on the decoder's tokens, `SessionError` if the model failed.
+        Raises `UnsupportedModelError` if the results depend on the decoder's tokens, `SessionError` if the run failed.
         """
         outputs = self._run(hidden, 0)
         if not self._tried:

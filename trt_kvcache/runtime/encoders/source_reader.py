@@ -22,7 +22,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. Equal symbols in shapes stand for equal sizes. The first size is 1, for one sequence."""
+    """One input of an encoder. Where the shapes of inputs have the same symbolic size, their sizes are equal."""
 
     name: str
     dtype: np.dtype[Any]
@@ -33,7 +33,7 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """The input's sizes for one sequence, as text for messages."""
+        """The input's shape for one sequence, as text: ``"[1, 80, frames]"``."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 
@@ -65,9 +65,10 @@ class SourceReader:
         return feed
 
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
-        """Return the mask ``[1, length]`` of those positions in the encoder's output that the decoder sees.
+        """Return the decoder's mask ``[1, length]`` for an encoder's output of `length` positions; 1: visible.
 
-        Raises `PromptError` if the encoder's own mask hides positions, but its length differs from that of the output.
+        This is the mask in `feed` (the encoder's inputs) or, if it is missing or all ones, a mask of ones. Raises
+        `PromptError` if the mask in `feed` has zeros, but another length.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
@@ -80,7 +81,7 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size of each symbolic axis. Two sizes of one are an error: ONNX Runtime would broadcast a 1."""
+        """Return the size of each symbolic axis. Refuse inputs that disagree: ONNX Runtime would broadcast a 1."""
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}
         for name, array in feed.items():

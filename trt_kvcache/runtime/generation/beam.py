@@ -34,7 +34,7 @@ class Hypothesis:
     """A finished candidate text of a beam search.
 
     Attributes:
-        tokens: the new tokens, including the one that ended it.
+        tokens: the new tokens, including the end token.
         logprobs: natural logarithm of each token's probability under the model's own distribution.
         score: sum of the log-probabilities (after the rules of `GenerationConfig`) / length ** length_penalty.
         finish_reason: EOS, LENGTH or CAPACITY.
@@ -146,7 +146,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Return True if no live beam can become better than those in `ended`; `best` is the likeliest live beam."""
+    """Return True if no live beam can beat the hypotheses in `ended`; `best` is the likeliest live beam."""
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:
@@ -189,7 +189,7 @@ def beam_events(
 
 
 class _LiveBeams:
-    """The batch rows of the live beams: one row after the prompt, later up to `num_beams`. The search reorders them."""
+    """Computes the next logits of the live beams, each in a batch row: at first one beam, later up to `num_beams`."""
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
         self._guard, self._rows, self._loop = guard, rows, loop

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"], "npt.NDArray[np.float32]"]
-"""A rule of the caller's: takes the tokens so far ``[T]``, prompt included, and scores ``[V]``; returns new scores
-``[V]``."""
+"""A caller's function that changes scores: from the tokens so far ``[T]`` (with the prompt) and the scores of the next
+token ``[V]``, it returns new scores ``[V]``."""
 
 
 _T = TypeVar("_T")
@@ -423,11 +423,11 @@ _IDLE: dict[str, dict[str, object]] = {
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
-"""Settings that have an effect only under a condition: for each condition, the settings and their defaults."""
+"""For each condition: the settings that have an effect only under this condition, and their defaults."""
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the settings that have no effect, by the setting that would give them one, such as ``do_sample=True``."""
+    """Return the settings without effect, by the setting that they need: ``{"do_sample=True": ["top_p"]}``."""
     active = {
         "do_sample=True": values.get("do_sample"),
         "output_logprobs=True": values.get("output_logprobs"),
@@ -442,13 +442,13 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return the caller's collection; refuse texts, mappings, single values and iterators."""
+    """Return a collection unchanged. Raise `ValueError` for a text, a mapping, a single value or an iterator."""
     wrong = isinstance(values, (str, bytes, Mapping)) or not getattr(values, "ndim", 1)
     return _only(values, isinstance(values, Collection) and not wrong)
 
 
 def _only(value: _T, legal: object) -> _T:
-    """Return the value if it is legal; else raise an error."""
+    """Return `value` if `legal` is true; else raise `ValueError`, which the caller turns into a message."""
     if not legal:
         raise ValueError
     return value
@@ -566,7 +566,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 _SAID = {"forced_decoder_ids", "max_length"}
-"""Settings that have their own error messages."""
+"""Settings for which `read_config_file` has special messages."""
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -607,7 +607,6 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:
-    """Convert a ``sequence_bias`` in transformers' JSON form, ``[[[token, ...], bias], ...]``, to a mapping."""
     try:
         if not isinstance(value, list):
             raise TypeError

@@ -19,11 +19,11 @@ Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 _MOST = 1e30
-"""The largest score that a rule returns, so that differences of scores stay finite."""
+"""The largest score after `raise_the_end`, so that differences of scores stay finite."""
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """Return True if a rule of this config may change scores, now or later. Greedy decoding usually has no rule."""
+    """Return True if a setting such as `repetition_penalty` may change scores, now or after more tokens."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,
@@ -155,7 +155,10 @@ def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
 
 
 def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float) -> Scores:
-    """Add ``abs(score) * (factor ** late - 1)`` to scores of end tokens, if `late` (tokens past a limit) is above 0."""
+    """Add ``abs(score) * (factor ** late - 1)`` to the scores of the tokens `ends`; `late` counts tokens past a limit.
+
+    Without such tokens (`late` of 0 or less), nothing changes.
+    """
     ends = [token for token in ends if token < scores.size and scores[token] > -np.inf]
     if late <= 0 or not ends:
         return scores

@@ -21,18 +21,17 @@ Logits = npt.NDArray[Any]
 # numbers need no conversion.
 
 CHOICE = np.dtype([("token", np.int64), ("score", np.float32)])
-"""One of the highest scores of a position. A runner that returns only these gives an array ``[N]`` of this dtype
-instead of ``[V]`` scores.
+"""A token id and its score. A runner that chooses tokens on the GPU returns the N highest scores of a position as an
+array ``[N]`` of this dtype, instead of all scores ``[V]``.
 """
 
-_LOWEST = -0x7C01  # the key of float16's -inf; lower keys are NaN
+_LOWEST = -0x7C01  # the integer for float16's -inf in `best`; lower integers are NaN
 
 
 def best(logits: Logits) -> tuple[int, float]:
     """Return the token with the highest score (the first of equals), and the score; NaN if any score is NaN.
 
-    `logits` are ``[V]`` of any float dtype; or a `CHOICE` (a few tokens with their logits), in ascending order of
-    tokens.
+    `logits` are ``[V]`` of any float dtype; or `CHOICE` ``[N]`` (some tokens with their logits), ascending by token.
     """
     if logits.dtype == CHOICE:
         at = int(logits["score"].argmax()) if logits.size > 1 else 0
@@ -113,8 +112,8 @@ class Sampler:
         """Choose the token after `tokens`. If it is sampled, the random number of its position decides.
 
         Args:
-            logits: the model's logits ``[V]`` of any float type; or a `CHOICE`: only the needed scores of tokens that
-                the grammar allows. This method neither changes nor keeps the array.
+            logits: the model's logits ``[V]`` of any float type; or `CHOICE` ``[N]``: only the needed scores of tokens
+                that the grammar allows. This method neither changes nor keeps the array.
             tokens: int64: the prompt and the generated tokens.
             new_tokens: number of generated tokens.
 
@@ -253,7 +252,7 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the fewest, most probable candidates whose total probability is at least `mass`; ties in id order."""
+    """Keep the smallest set of most probable candidates with a total probability of at least `mass`; ties by id."""
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)

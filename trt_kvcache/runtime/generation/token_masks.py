@@ -22,18 +22,18 @@ may be taken back, so a call may have fewer tokens than the one before.
 
 
 Masks = Callable[[int], Mask]
-"""Returns the masks of a step, int32 ``[R, keep, W]``, from the length `W` of a mask."""
+"""A function that returns the bit masks of a step, int32 ``[R, keep, W]``. Its argument W is the length of a mask."""
 
 
 class Grammar(Protocol):
-    """A grammar describes the texts that a sequence may become. `trt_kvcache.Grammars` compiles grammars."""
+    """Limits the texts that a sequence can have. `trt_kvcache.Grammars` compiles grammars."""
 
     def start(self) -> TokenMask:
         """Return the mask function of a new sequence. Each sequence needs a separate mask function."""
 
 
 def words(vocab: int) -> int:
-    """Return the number of int32 words in the mask of a vocabulary."""
+    """Return the number of int32 words in a mask with one bit for each of `vocab` tokens."""
     return -(-vocab // 32)
 
 

@@ -1,4 +1,4 @@
-"""Opens and runs models with ONNX Runtime on the CPU, and turns its errors into those of this package."""
+"""Opens and runs models with ONNX Runtime on the CPU, and turns its errors into errors of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def bind(side: Any, name: str, array: Array) -> None:
-    """Let ONNX Runtime use a C-contiguous array, which the caller keeps alive; `side` is a method of an IOBinding."""
+    """Bind a C-contiguous array, which the caller keeps alive; `side` is `bind_input` or `bind_output` of IOBinding."""
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
@@ -41,11 +41,11 @@ class CpuSession:
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        """Run the model and return the outputs of these names. Raises `SessionError` if it fails."""
+        """Run the model, and return the outputs called `names`. Raises `SessionError` if the run fails."""
         return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
 
     def run_bound(self, binding: Any) -> None:
-        """Run the model on the memory that an IOBinding names. Raises `SessionError` if it fails."""
+        """Run the model with the arrays of an IOBinding. Raises `SessionError` if the run fails."""
         self._call(lambda: self._session.run_with_iobinding(binding, self._options))
 
     def _call(self, call: Callable[[], _T]) -> _T:

@@ -221,19 +221,19 @@ def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
 
 
 def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
-    """Return the only node that reads a tensor, if it has this operator; None otherwise."""
     readers = consumers(tensor)
     return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None
 
 
 _EXPERTS = {"MoE": 2, "QMoE": 3}
-"""Index of the operand whose type the node computes in."""
+"""For each operator: the index of the input whose dtype is that of the computation."""
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Return the model with the float32 MoE operators of `source` put back in place of what the rewrite made of them.
+    """Return a rewritten model with the float32 MoE and QMoE nodes of its `source` (the model before the rewrite).
 
-    `model` has sorted nodes and is not changed. The external data of both models are in one folder.
+    They replace the nodes that the rewrite made of them. `model` has sorted nodes and is not changed. The external data
+    of both models are in one folder.
     """
     weights = {tensor.name: tensor for tensor in source.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -269,10 +269,10 @@ def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str
 def _fits(
     node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
 ) -> bool:
-    """Return True if the rewritten model computes an expert node's result from the node's inputs alone.
+    """Return True if the rewritten `model` computes the result of an MoE or QMoE `node` from the node's inputs alone.
 
     Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Shape nodes may read any tensor: the
-    rewritten model reads the sizes of a step from its token ids.
+    rewritten model takes the sizes of a step from its token ids.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
         return False
@@ -313,7 +313,7 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return one operator for a MatMul and the nodes that unpack its weight, or None; add the new weight to `views`."""
+    """Return a MatMulNBits for a MatMul and the nodes that unpack its weight, or None; add its weight to `views`."""
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
     if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
@@ -383,7 +383,6 @@ def _cast(graph: GraphProto, large: Container[str]) -> None:
 
 
 def _widened(value: Any) -> Any:
-    """Return a plan, or a part of a plan, with float32 instead of bfloat16."""
     if isinstance(value, tuple):
         return tuple(map(_widened, value))
     if not is_dataclass(value) or isinstance(value, type):

@@ -67,7 +67,7 @@ def _anonymous() -> set[tuple[int, int]]:
 
 
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of `ranges` outside `others`; Linux joins new memory with neighbors, so whole ranges differ."""
+    """Yield the address ranges in `ranges` outside of `others`. Linux joins ranges, so that one may be new in part."""
     for start, end in sorted(ranges):
         for first, last in sorted(others):
             if start < last and first < end:
@@ -77,7 +77,7 @@ def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iter
 
 
 def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of blocks of `size` bytes between two addresses; in each block, every page holds data."""
+    """Yield the address ranges between `start` and `end` that consist of blocks of `size` bytes without empty pages."""
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return

@@ -34,16 +34,16 @@ from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identi
 _DEFAULT_BATCH = 8  # zeroed memory that was never touched costs nothing
 _DEFAULT_CHUNK = 512
 _MOST_THREADS = 4096  # ONNX Runtime starts as many threads as it is asked for, or crashes
-_BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per batch size and span bucket
+_BINDINGS = 64  # most IOBindings kept: decoding needs one for each batch size and each `SPAN_BUCKET` of cache rows
 
 
 @dataclass
 class _Bound:
-    """Arrays for all steps with one shape and one range of batch rows. ONNX Runtime holds pointers to the arrays.
+    """The arrays of an IOBinding, used by all steps with the same shapes and the same batch rows.
 
     Attributes:
-        arrays: the inputs for constants.
-        constants: the constants of sequences that were last copied into `arrays`.
+        arrays: arrays for the inputs that stay the same in all steps of a sequence (constants).
+        constants: the constants that were last copied into `arrays`.
     """
 
     binding: Any
@@ -53,7 +53,6 @@ class _Bound:
     constants: tuple[Constants, ...] = ()
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows into `arrays`, unless they are already there from the last step."""
         if constants != self.constants:
             for name, array in self.arrays.items():
                 for row, constant in enumerate(constants):
@@ -66,14 +65,14 @@ class OnnxRuntimeRunner:
 
     The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
     files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
-    GroupQueryAttention write only the update (measured on 1.31.1).
+    GroupQueryAttention write only the new tokens (measured on 1.31.1).
 
-    `model` is the path of the ``.onnx`` file, as exported or rewritten, and `options` are those of the plan.
+    `model` is the path of the ``.onnx`` file, as exported or rewritten; `options` say how it is planned.
     `DecodeSession.open` and `CpuOptions` explain the other arguments; without `max_batch` there are 8 batch rows, or
     fewer if memory is short.
 
     Raises:
-        ModelError, OptionError: the model cannot be used, or an option does not fit it.
+        ModelError, OptionError: the model cannot be used, or an option is not possible for this model.
         SessionError: the caches or the weights do not fit into memory.
     """
 
@@ -122,7 +121,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session and allocate the caches. The import's check runs at the same time (`import_unchecked`)."""
+        """Open the ONNX Runtime session, and allocate the caches, while `import_unchecked` still checks the rewrite."""
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in imported.source.stamps.items()]
@@ -145,14 +144,14 @@ class OnnxRuntimeRunner:
             session = open_on_cpu(model_run, imported.source.path, advice, threads=threads, name=self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
-        # Only outside of GroupQueryAttention; see `fuse_attention`.
+        # With past tokens, GroupQueryAttention takes several new tokens only for a batch of 1; see `cpu_model`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         allow_memory(per_row * self.max_batch)
         self._past = {
             name: np.zeros((self.max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
             for name, buffer in self._carried.items()
         }
-        # ONNX Runtime writes state, and caches that are not updated in place, to new arrays; the rows are copied back.
+        # State, and caches that ONNX Runtime cannot update in place, are written to other arrays, and copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         weights = [t for t in imported.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
@@ -256,13 +255,13 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view of tokens ``start .. stop - 1`` of a batch row: ``[planes, tokens, width]`` (planes: heads)."""
+        """Return a view of tokens ``start .. stop - 1`` of a batch row, ``[planes, tokens, width]`` (planes: heads)."""
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
-        """Yield, for each cache, its rows ``start .. stop - 1`` in a batch row, and the part of `data` for a copy."""
+        """Yield, for each cache, a view of tokens ``start .. stop - 1``, and a view of its bytes in the copy `data`."""
         at = 0
         for name in self._carried:
             rows = self._rows(name, row, start, stop)
@@ -282,7 +281,7 @@ class OnnxRuntimeRunner:
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """Return the arrays and the binding for the rows and shapes of a step; keep those for steps of one token."""
+        """Return the IOBinding for the batch rows and shapes of a step, with its arrays; keep it for decode steps."""
         key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
@@ -328,7 +327,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the caches that ONNX Runtime can write in place: only one operator reads past, and it writes present."""
+    """Return the names of caches that ONNX Runtime can write in place: the only node that reads past writes present."""
     reads = Counter(name for node in model.graph.node for name in node.input)
     written = {names for node in model.graph.node for names in _writes(node)}
     return {b.past for b in carried if reads[b.past] == 1 and (b.past, b.present) in written}
@@ -344,7 +343,10 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
 
 
 def _admit(one: int, asked: int | None) -> int:
-    """Return the batch size whose caches fit into this machine's memory; one sequence takes `one` bytes."""
+    """Return the batch size: `asked`, or by default up to 8. One sequence takes `one` bytes of caches.
+
+    Raises `SessionError` if the caches do not fit into this machine's memory.
+    """
     most = memory()
     batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
     if batch * one > most:

@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt. `plain`: text of a message that looks like a special token; it is encoded as text."""
+    """A part of a prompt. If `plain`, its text spells a special token in a message, and is encoded as ordinary text."""
 
     text: str
     plain: bool = False
@@ -68,7 +68,7 @@ class _Arguments(dict[str, Any]):
 
 
 Write = Callable[[list[dict[str, Any]]], str]
-"""Runs the template on messages."""
+"""Function that renders messages with a chat template, and returns the prompt."""
 
 
 def render(
@@ -176,7 +176,7 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield function
 
 
-# Messages that leave no trace.
+# Check that the prompt contains every message.
 
 
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
@@ -241,7 +241,7 @@ def _traced(write: Write, messages: list[dict[str, Any]], name: str) -> str:
     return text
 
 
-# The end of a prompt, and special tokens.
+# Find the end of a prompt, and keep special tokens that messages spell as text.
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:

@@ -13,7 +13,7 @@ from trt_kvcache.errors import SessionError
 _REPLACEMENT = "\ufffd"
 
 _MOST_PENDING = 3
-"""Bytes of an incomplete UTF-8 character; decoders write U+FFFD for each, or for all of them together."""
+"""Most bytes of an incomplete UTF-8 character. Decoders write U+FFFD for each byte, or one for all bytes."""
 
 _CONTEXT = 8
 """Earlier tokens that are decoded again with new ones: enough for a character, and for a leading space."""

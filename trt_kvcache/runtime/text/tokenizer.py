@@ -139,7 +139,7 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token, for grammars. `OptionError` if joined tokens do not make the text."""
+        """Return the bytes of each token, for grammars. `OptionError` if texts are not the joined bytes of tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
         special = [token for token, about in added.items() if about.special]
@@ -231,7 +231,7 @@ def read_token_bytes(
 ) -> TokenBytes:
     """Convert the token texts of a ``tokenizer.json`` to bytes.
 
-    `decoder` is the entry of this name in the file. Raises `OptionError` if this decoder does more than join bytes.
+    `decoder` is the file's entry ``"decoder"``. Raises `OptionError` if this decoder does more than join bytes.
     """
     parts = list(each_decoder(decoder))
     kinds = {str(part.get("type")) for part in parts}
@@ -264,7 +264,7 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 _SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + at): byte for at, byte in enumerate(_UNSEEN)}
-"""The byte of each character in byte-level tokens. Bytes that are not printable are the characters from 256 on."""
+"""The byte for each character of a byte-level token. Characters from 256 on stand for bytes that are not printable."""
 
 
 def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:

@@ -37,7 +37,7 @@ _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
 _MOST_BLOCKS = 2**31 - 1
 _LEAST_MASKS = 256  # bytes
-_PROVED = 8  # most positions in one test; also the number of kinds of hard scores
+_PROVED = 8  # most positions in one test, and the number of kinds of `hard_scores`
 
 
 class DeviceChoice:
@@ -111,10 +111,10 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the bound for each.
+        """Return each position's highest scores, ``[R * keep, 1 + CANDIDATES]`` (see `read_lists`), and their bound.
 
-        The vocabulary is divided into disjoint sets. The bound is the `highest`-th largest of the sets' maxima: at
-        least `highest` scores reach it, and few more.
+        The vocabulary is divided into disjoint sets. The bound of a position is the `highest`-th largest of the sets'
+        maxima: at least `highest` scores reach it, and few more.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -138,7 +138,7 @@ class DeviceChoice:
         return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
-        """Test the kernels on this GPU with difficult scores, which overwrite the memory of the logits.
+        """Test the kernels with difficult scores, which overwrite the logits (`size` bytes of GPU memory at `memory`).
 
         Raises `BackendError` if the host chooses differently, or CUDA fails.
         """
@@ -206,7 +206,10 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return the bytes that results, least scores and masks take; `OptionError` if kernels refuse the logits."""
+    """Return the bytes of a `DeviceChoice`'s three buffers: results, score bounds and masks.
+
+    Raises `OptionError` if the kernels do not support logits of this dtype and size.
+    """
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(
             f"kernels that choose tokens take logits of {', '.join(CHOICE_DTYPES)}; these are {dtype.name}"
@@ -227,7 +230,7 @@ def _most_lists(rows: int) -> int:
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a `DeviceChoice` that passed its test on the GPU (which overwrites the logits); or None and the reason."""
+    """Return a `DeviceChoice` that passed its test (see `DeviceChoice.prove`); or None, and the reason."""
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
     except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder for compiled kernels

@@ -32,21 +32,21 @@ _KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
-    """Return the file for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
+    """Return the path for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
     return (folder or engine.parent) / f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
 
 
 class KernelCache:
     """The kernels that TensorRT for RTX compiled for one engine (its runtime cache), and the file that keeps them.
 
-    If `loaded`, the file held kernels that TensorRT accepted. Raises `BackendError` if TensorRT cannot make the cache.
+    `loaded` is True if TensorRT accepted the kernels in the file. Raises `BackendError` if TensorRT makes no cache.
     """
 
     def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
         self._trt, self._path = trt, path
         self._cache = config.create_runtime_cache()
         trt.check(self._cache, _KEEP)
-        self._config = config  # kept: TensorRT's bindings do not say whether the cache needs it
+        self._config = config  # keep it alive: TensorRT does not document whether the cache needs it
         try:
             stored = read_file(path, _LARGEST)
         except OSError:
@@ -116,7 +116,7 @@ class Context:
         self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
-        """Return the shape of an output for the present input shapes; -1 for sizes that are known only after a run."""
+        """Return the shape of an output for the inputs' shapes that are set; -1: a size known only after a run."""
         recorder = self._trt.recorder
         recorder.clear()
         shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
@@ -142,7 +142,7 @@ class Context:
 
 
 class ContextFactory:
-    """Makes contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
+    """Makes execution contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
 
     def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
         self._trt, self._cuda, self._activations = trt, cuda, 0
@@ -171,7 +171,7 @@ class ContextFactory:
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, or for those that do not.
+        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, if `graphs`, or do not.
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
         compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.
@@ -217,16 +217,16 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A repeated step and its own execution context. `graph` is None until the context has run once."""
+    """A step that repeats, and an execution context for it alone. `graph` is None until the step is recorded."""
 
     context: Context
     graph: Any = None
 
 
 class StepGraphs:
-    """Runs repeated steps, those with the same shapes and addresses, as CUDA graphs.
+    """Runs steps that repeat (with equal shapes and addresses) as CUDA graphs.
 
-    If `native`, the contexts record graphs themselves.
+    If `native` (TensorRT for RTX), execution contexts record the graphs themselves.
 
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
@@ -242,12 +242,12 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream with its CUDA graph or its own context; False if the caller must run the step.
+        """Put a repeated step on the stream; return False if the caller must run the step in another context.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: puts copies that the step needs on the stream; they are recorded with the step.
+            before: puts copies that the step needs on the stream; a graph includes these copies.
         """
         if self.failure:
             return False

@@ -194,7 +194,7 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait. Its `height` equal blocks start `pitch` bytes apart on the GPU."""
+        """Copy an array to the GPU, and wait. Its `height` blocks of equal size start `pitch` bytes apart there."""
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             for run, part in enumerate(data.reshape(height, -1)):
@@ -277,7 +277,7 @@ class Cuda:
         self._driver.cuGraphExecDestroy(graph)
 
     def load_kernels(self, cubin: bytes, name: str, kernels: Iterable[str]) -> dict[str, Any]:
-        """Load kernels for `launch_kernel` from a cubin called `name`; they live as long as they are referenced."""
+        """Load `kernels` from a cubin called `name`; return them by name. They live as long as they are referenced."""
         with self._core_errors(f"load kernels of {name}"):
             code = self._core.ObjectCode.from_cubin(cubin, name=name)
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
@@ -307,7 +307,7 @@ class Cuda:
             self._stream.close()
 
     def _free(self, memory: Iterable[int], pinned: Iterable[int]) -> None:
-        """Free memory once the stream no longer uses it; ignore errors of the driver."""
+        """Wait for the stream, and free GPU memory and pinned memory; ignore errors of the driver."""
         self._driver.cuStreamSynchronize(self.stream)
         for address in memory:
             self._driver.cuMemFree(address)
@@ -356,14 +356,15 @@ class Cuda:
 
 
 RESERVE = 128 << 20
-"""Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, contexts). An estimate."""
+"""Bytes of GPU memory left to the driver and to TensorRT, for kernels and contexts. An estimate."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """GPU memory that a runner is going to allocate for one use, such as ``"caches"``.
+    """GPU memory that a runner is going to allocate.
 
     Attributes:
+        what: what the memory is for, such as ``"caches"``.
         size: bytes that the driver allocates.
         for_rows: function that returns the bytes for a smaller batch; None: always `size`.
     """
@@ -374,9 +375,10 @@ class Need:
 
 
 def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
-    """Raise `BackendError` if `needs` and `RESERVE` are more than the `free` bytes; the message says how many rows fit.
+    """Raise `BackendError` if the sizes of `needs` and `RESERVE` together exceed the `free` bytes of the GPU.
 
-    `needs` are for `max_batch` batch rows. `advice` is what the user can do; None: the advice for a decoder.
+    `needs` are for `max_batch` batch rows. `advice` is what the user can do; None: the advice for a decoder, which
+    names the largest batch that fits.
     """
     needed = sum(need.size for need in needs) + RESERVE
     if needed <= free:

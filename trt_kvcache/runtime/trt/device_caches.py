@@ -1,4 +1,4 @@
-"""Caches and state in GPU memory: one buffer for each cache, bound in place, and operations on rows.
+"""Caches and state in GPU memory: one buffer for each cache, bound to past and present; copies of cache rows.
 
 State, and a cache that is not updated in place (`Route.FUNCTIONAL`), has two buffers: each step reads one and writes
 the other. Each batch row has its own *side*: the buffer, 0 or 1, with its newest contents.
@@ -53,7 +53,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return which of two buffers has the newest contents of all these batch rows; copy rows first if needed."""
+        """Return the buffer, 0 or 1, with the newest contents of all these batch rows, after copies if they differ."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -74,7 +74,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Record that a step has written these batch rows. Of two buffers, the one that it wrote is now newer."""
+        """Record that a step has written these batch rows: where there are two buffers, the other one is newer now."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -127,13 +127,13 @@ class DeviceCaches:
         return self._cuda.view(address, shape, buffer.array_dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Return the address of a batch row in a buffer; by default, in the buffer where its contents are newest."""
+        """Return the address of a batch row in a cache's buffer `side`; None: in the buffer with newest contents."""
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[_Runs]:
-        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that holds some of them."""
+        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, in each cache that holds some of them."""
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:
@@ -158,7 +158,6 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Return the cache. Refuse one whose sizes are not fixed, or whose elements are smaller than a byte."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

@@ -56,7 +56,7 @@ class TensorRTEncoder:
         self._constants, self._masks = list(constants), [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence, as `DeviceArray`; masks are in host memory."""
+        """Return the decoder's inputs from the encoder, for one sequence, on the GPU; masks are in host memory."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -76,7 +76,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Raise `PromptError` for token ids or shapes outside of the engine's ranges: TensorRT rarely reports these."""
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges: TensorRT may not report them."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -103,7 +103,7 @@ def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, s
 
 
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
-    """Raise `ManifestError` if an engine is not the encoder that was built with this decoder."""
+    """Raise `ManifestError` if an engine is not the encoder that was built with the decoder of `runner`."""
     if not manifest.is_encoder:
         raise ManifestError(
             f"{path}: this is not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's"
@@ -126,10 +126,10 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state that runs on a decoder's GPU and stream. Call it within `TensorRTRunner.running`.
+    """An engine without caches (an encoder) on a decoder's GPU and stream. Call it within `TensorRTRunner.running`.
 
-    It gets inputs from the host; outputs stay on the GPU. The runner's resources own this object until they are
-    freed; it has no reference to the runner. Raises the errors of `open_engine`; `BackendError` if GPU memory is short.
+    Inputs come from the host; outputs stay on the GPU. The decoder's `Resources` own this object. Raises the errors of
+    `open_engine`, and `BackendError` if GPU memory is short.
     """
 
     def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:

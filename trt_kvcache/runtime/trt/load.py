@@ -18,8 +18,9 @@ from trt_kvcache.importer.cache_plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda
 
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
-"""CUDA's messages of an old driver. cudaErrorInsufficientDriver comes before TensorRT for RTX 1.7.1 can diagnose
-anything. cudaErrorUnsupportedPtxVersion comes for a GPU that a library has no code for: the driver compiles its PTX."""
+"""Parts of CUDA's messages about an old driver: cudaErrorInsufficientDriver, before TensorRT for RTX 1.7.1 can diagnose
+anything; and cudaErrorUnsupportedPtxVersion, if the driver must compile PTX because a library has no code for the GPU.
+"""
 
 _OTHER_GPUS = "does not support this compute capability"
 """Message of TensorRT for RTX 1.7.1 for a GPU that no build of it supports."""
@@ -93,7 +94,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
             words = recorder.take()
             reasons = _reasons(module, runtime, data)
             raise BackendError(_refusal(path, manifest, title, str(module.__version__), cuda, words, reasons))
-    # the engine and its contexts inherit it, as documented; setting it again makes sure
+    # TensorRT's documentation says that engine and contexts inherit the recorder; set it anyway
     engine.error_recorder = recorder
     if differences := reconcile(manifest, view_of(engine)):
         raise ManifestError(

@@ -1,4 +1,4 @@
-"""The GPU buffers of a step's inputs and outputs except caches; and the shapes and profiles of steps."""
+"""The GPU buffers of a step's inputs and outputs, except caches; the shapes of a step, and its optimization profile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 class StepBuffers:
     """Holds the inputs and outputs of steps, except caches and state, in GPU memory.
 
-    `largest` has the largest shape of each of these tensors; `rows` is the most batch rows of a step.
+    `largest` has each tensor's largest shape; `rows` is the most batch rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
@@ -53,7 +53,7 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... A step uses only the first numbers."""
+        """Allocate all memory. Fill span inputs, whose length is the number of cache rows to read, with 0, 1, 2, ..."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -67,14 +67,14 @@ class StepBuffers:
             self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
-        """Let the GPU choose tokens in steps that need few scores. Return why it cannot; empty if it can."""
+        """Let the GPU choose tokens in steps that need few scores. Return why the GPU cannot; empty if it can."""
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows to the GPU, unless the last step had the same constants."""
+        """Copy the constants of a step's sequences to the GPU, unless the last step had the same constants."""
         if constants == self._constants:
             return
         self._constants = ()
@@ -111,8 +111,8 @@ class StepBuffers:
     def logits(self, batch: StepBatch) -> Logits:
         """Wait for the step, and return the logits ``[R, keep, V]`` of its last `keep` positions.
 
-        They are valid until the next call, and a view of pinned memory if they fit. If `batch` asks for few scores and
-        the GPU chooses, return `CHOICE` ``[R, keep, N]``: the tokens and scores that the masks allow.
+        The result is valid until the next call; it may be a view of pinned memory. If `batch` asks for few scores and
+        the GPU chooses, return `CHOICE` ``[R, keep, N]``: tokens that the masks allow, with their scores.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -134,7 +134,6 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` blocks of `width` bytes of the logits: a view of pinned memory if they fit, else a copy."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
@@ -153,7 +152,7 @@ _MOST_KINDS = 1024
 
 
 class StepShapes:
-    """Finds the input shapes and the profile of each step of an engine. `buffers` are by name of the past tensor."""
+    """Finds the input shapes and the optimization profile of each step. `buffers` maps past tensors to buffers."""
 
     def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, Carried]) -> None:
         self._manifest, self._inputs, self._buffers = manifest, inputs, buffers
@@ -162,7 +161,7 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Return profile index and shapes of a step, cached by signature. Raises `BackendError` if no profile fits."""
+        """Return a step's profile index and shapes, cached by `signature`; `BackendError` if no profile allows them."""
         if signature not in self._kinds:
             shapes = self._shapes(batch)
             if len(self._kinds) == _MOST_KINDS:
@@ -211,7 +210,6 @@ class StepShapes:
         return self._inputs.shapes(batch) | caches | self._adapters
 
     def _largest_constants(self) -> Constants:
-        """Return constants as large as the profiles allow; their contents are zeros."""
         arrays: dict[str, Array] = {}
         for tensor in self._inputs.constants.tensors:
             ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]

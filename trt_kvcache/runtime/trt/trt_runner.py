@@ -1,8 +1,7 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
 All memory is allocated once, when the engine is opened. A step copies its inputs through pinned memory and runs the
-context of its profile. Past and present of a cache have one address, plus an offset if a step begins at a later batch
-row.
+context of its profile. If a cache is updated in place, its past and present are bound to the same address.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class TensorRTRunner:
         self.inputs = StepInputs(self.plan)
         self._logits = StepLogits(self.plan)
         self.max_logits = 1 if self._logits.last_only else self.manifest.max_logits
-        # Beyond the table of positions TensorRT would silently read the last row.
+        # For positions after the end of the model's position table, TensorRT would silently read the table's last row.
         self.max_positions = self.inputs.positions(self.manifest.max_positions)
         self.max_chunk = _within("max_chunk", max_chunk, self.inputs.chunk(None, self.manifest.max_chunk))
         rows = self.manifest.max_batch if self.inputs.max_rows != 1 else 1
@@ -234,9 +233,9 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Use the open runner in a ``with`` block: CUDA's context is current, and CUDA's errors become SessionError.
+        """Make CUDA's context current within a ``with`` block, in which a `BackendError` becomes a `SessionError`.
 
-        Two threads must not be in such a block at once.
+        Two threads must not be in such a block at once. Raises `SessionError` if the runner is closed.
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
@@ -259,18 +258,16 @@ class TensorRTRunner:
                 self._cuda.free_pinned(pinned)
 
     def kernel_file(self, engine: Path) -> Path:
-        """Return the file for kernels that TensorRT for RTX compiles for an engine on this GPU."""
+        """Return the path of the file for kernels that TensorRT for RTX compiles for an engine on this GPU."""
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the address of every tensor for a step that begins at this batch row. The results are cached."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """Return the size that the caller asked for, if the engine allows it; by default, the engine's maximum."""
     if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
