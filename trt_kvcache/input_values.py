@@ -84,9 +84,11 @@ def by_token(values: Array, tensor: TensorRole) -> Named:
 def place(named: Named, shape: Sequence[int], axes: Sequence[str]) -> Array:
     """Return values in the shape `shape` of a tensor with the axes `axes`; the caller must not change the result.
 
-    The last axis of a mask holds the keys. An unnamed axis takes the first unused name whose size fits. Along an axis
-    without a matching name, values are repeated. If the tensor lacks an axis of the values, one entry of that axis is
-    kept: the last token of a sequence, the first row of a batch.
+    - An axis without a name in `axes` stands for the first unused axis of the values that has its size.
+    - The last axis of a mask holds the keys.
+    - Values are repeated along the other axes of the tensor.
+    - If the tensor lacks an axis of the values, one entry is kept: the last token of a sequence, the first row of a
+      batch.
     """
     values, names = named
     if tuple(axes) == names:

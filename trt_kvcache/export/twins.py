@@ -112,7 +112,7 @@ class Twin:
         return Verdict(wrong is None, f"on a small twin, {wrong}" if wrong else "", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return settings that the exporter ignores: if one is left out, transformers computes the export's logits."""
+        """Return settings that the exporter ignores: without one of them, transformers gives the exporter's logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")

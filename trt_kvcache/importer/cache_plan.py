@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model. Plans record it only if the rewrite changes it."""
+    """The role of an input or output of the exported model; in a plan only if inputs or outputs change."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -47,7 +47,7 @@ class OriginalRole(str, Enum):
     STATE = "state"
     """State of fixed shape that every step replaces."""
     SWITCH = "switch"
-    """Chooses between the branches of a merged export; or all ones, read only by the branch without a past."""
+    """Only in exports that merge two branches (first step, later steps): chooses one, or serves only the first."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -82,7 +82,7 @@ class OriginalTensor:
             present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. If the axis of rows
             has a fixed size, all three have that size. Then every step shifts the rows, so that the newest tokens are
             in the last rows.
-        on: for an input of role `OriginalRole.SWITCH`, the value that chooses the branch with a past.
+        on: for an input of role `OriginalRole.SWITCH`, the value that chooses the branch that reads caches.
     """
 
     name: str
@@ -164,13 +164,13 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """How the engine updates a cache. Each route says what is guaranteed, and who checks it."""
+    """The way in which the engine updates a cache, with its guarantees, and who checks these."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address.
 
     TensorRT enforces the alias, and the session compares it with the manifest. TensorRT drops a write outside the
-    capacity without a message, so the runtime checks lengths (and the update's contract, if any) before every step.
+    capacity without a message, so the runtime checks lengths (and `CacheUpdate.contract`) before every step.
     """
 
     PLUGIN = "plugin"
@@ -213,7 +213,7 @@ class PhysicalLayout(str, Enum):
 
 
 class AttentionKind(str, Enum):
-    """How an Attention node reaches the engine."""
+    """The layers of TensorRT that an Attention node becomes."""
 
     FUSED = "fused"
     """IAttention with a dedicated kernel."""
@@ -276,9 +276,10 @@ class CacheUpdate:
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
         dtype: ONNX name in lower case, such as ``"float16"`` or ``"bfloat16"``.
         logical_shape: the shape of the cache in the model, with the capacity filled in.
-        sequence_axis: index into `logical_shape`, never negative.
+        sequence_axis: the axis of the tokens in `logical_shape`, never negative.
         physical_shape: shape of the engine's input and output; `physical_sequence_axis` is its sequence axis.
         update_length: ``S_new``: the number of new tokens, as a size or a symbol.
+        contract: what the caller promises about updates of a circular cache; None: nothing.
         readers: names of the Attention nodes that read `present`.
         carried: True if past is a graph input and present a graph output, so the caller passes the cache on to each
             step.
@@ -326,7 +327,7 @@ class Mask:
         name: name of the mask tensor in the rewritten graph.
         causal: True if the mask is causal, aligned to the bottom right.
         lengths: name of the int64 ``[B]`` tensor of valid keys, or None.
-        left_window, right_window: keys before and after the query's own; -1: unlimited (Attention-25).
+        left_window, right_window: keys before and after the query's own; -1: unlimited (as in Attention of opset 25).
         mask: name of the model's own mask tensor, or None.
         additive: True if the result is a float bias; else it is bool (True = visible).
         span: name of the added input whose length is the number of keys to read; None: all keys.
@@ -440,7 +441,7 @@ class CachePlan:
         warnings: facts that the user should know before a build.
         notes: facts about the rewrite, such as the memory that a circular window saves.
         changes: inputs and outputs that the rewrite changes, adds or removes.
-        original: the interface of the exported model; empty if its caches already were in canonical form.
+        original: inputs and outputs of the exported model; empty if TensorScatter already wrote its caches.
         states: tensors of fixed size that each step replaces; attention caches do not count.
         logits_span: the input that chooses the number of positions with logits; None: the same as in the export.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.

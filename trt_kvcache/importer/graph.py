@@ -138,7 +138,7 @@ class Emitter:
         self._results: dict[object, Any] = {}
 
     def name(self, hint: str) -> str:
-        """Return a new name in the graph."""
+        """Return a new name in the graph: ``trt_kvcache/``, the hint, and a number if needed."""
         name, count = NAME_PREFIX + hint, 1
         while name in self._taken:
             count += 1
@@ -182,7 +182,7 @@ class Emitter:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Append to a name until `taken` does not contain it."""
+    """Return `name`, with as many underscores at its end as it needs to be new in `taken`."""
     while name in taken:
         name += "_"
     return name
@@ -261,7 +261,7 @@ def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
 
 
 def fold_identities(graph: gs.Graph) -> None:
-    """Remove Identity nodes, except those from an input, a weight or another output to an output of the graph."""
+    """Remove Identity nodes, in place, unless they copy a graph input, a weight or a graph output to a graph output."""
     identities = [node for node in graph.nodes if is_op(node, "Identity")]
     for node in identities:
         source, target = node.inputs[0], node.outputs[0]

@@ -1,8 +1,8 @@
-"""Brings a model into the form that planning needs: fixed capacity, one flat graph, named nodes, known shapes.
+"""Brings a model into the form that planning needs: fixed capacity, no functions, named nodes, known shapes.
 
-In the canonical form, TensorScatter nodes update caches, and Attention nodes read them; see `emit`. Empty stand-ins
-replace large inline weights in the working copy (`detach_weights`). So the time for copies, shape inference and edits
-does not depend on the size of the weights.
+In the canonical form, TensorScatter nodes update caches, and Attention nodes read them; see `emit`. Empty placeholders
+replace large weights inside the file (`detach_weights`). So the time for copies, shape inference and edits does not
+depend on the size of the weights.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from trt_kvcache.importer.weights import STAND_IN, detached
 
 _FLOAT16, _BFLOAT16 = int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)
 _MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which cannot hold all larger integers exactly
-_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and are not detached
+_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and get no placeholder
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that is ready to be planned: flat, with a fixed capacity and canonical caches.
+    """A model that is ready to be planned: without functions, with a fixed capacity, and caches as TensorScatter.
 
     Attributes:
         reference: the exported model with inlined functions, to check the rewrite. Large weights are placeholders.
         options: the caller's options, with the capacity filled in if the model does not fix it.
-        model: the working copy. Its large inline weights are placeholders until `attach_weights`.
-        weights: the detached weights of the source model by name, not copied.
+        model: the model to edit. Its large inline weights are placeholders until `attach_weights`.
+        weights: the weights that are placeholders in `model`, by name, not copied.
         inlined: names of functions and control-flow nodes that were inlined.
-        findings: facts about the canonical form; empty if the export already had it.
-        finishes: functions that add facts about a model family to the finished plan; often empty.
+        findings: facts about the replaced cache updates and attentions; empty if none was replaced.
+        finishes: functions that add facts about earlier edits, such as removed inputs, to the finished plan.
     """
 
     reference: onnx.ModelProto
@@ -62,7 +62,7 @@ class Prepared:
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
-    """Copy a model, inline functions, bring caches into canonical form, and fix capacity and shapes.
+    """Copy a model, inline functions, write caches with TensorScatter, and fix capacity and shapes.
 
     `usual` is the capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` if a
     cache has an unsupported form, or is in a body of an If, Loop or Scan; and `OptionError` if the capacity contradicts
@@ -108,7 +108,7 @@ def _writers(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Return a decoder or encoder as one flat graph of opset 24 or later, and the names of what was inlined."""
+    """Return a model without functions, of opset 24 or later, and names of inlined functions and branches."""
     model, inlined = simplify(model)
     families.standardize(model)
     return model, inlined
@@ -162,7 +162,7 @@ def _stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
-    """Replace the placeholders with their detached weights, one after the other, in place."""
+    """Replace placeholders by the weights of the same name, in place."""
     for tensor in model.graph.initializer:
         if (weight := detached(tensor, weights)) is not None:
             tensor.CopyFrom(weight)
@@ -184,8 +184,8 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     """Give every cache a fixed length, in place, because TensorRT needs one.
 
     The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the new length of caches whose length
-    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted` (not if
-    `fits`).
+    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted`, unless
+    `fits` says that this was checked.
     """
     capacity = wanted or usual
     values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.output, *graph.input)}

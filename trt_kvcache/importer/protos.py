@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 Scope = GraphProto | FunctionProto
-"""A list of nodes with separate names: the main graph, the body of an If, Loop or Scan, or a model-local function."""
+"""Anything with a list of nodes: the main graph, the body of an If, Loop or Scan, or a model-local function."""
 
 Shape = tuple[int | str, ...]
 """Sizes and symbols; ``"?"`` if the model gives neither."""
@@ -24,7 +24,7 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 """Both names of ONNX's own domain of operators."""
 
 TENSORRT_UPDATE = "TRT_KVCacheUpdate"
-"""TensorRT's own operator. Its parser accepts the operator in any domain."""
+"""TensorRT's own operator that updates a cache. Its parser accepts the operator in any domain."""
 
 FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE))
 """Element types that activations may have."""
@@ -71,7 +71,7 @@ def iter_scopes(model: ModelProto) -> Iterator[Scope]:
 
 
 def nested_scopes(scope: Scope) -> Iterator[Scope]:
-    """Yield a scope and all graphs nested in its nodes, outer graphs first."""
+    """Yield a graph or function, and all graphs nested in its nodes, outer graphs first."""
     yield scope
     for node in scope.node:
         for attribute in node.attribute:
@@ -80,7 +80,7 @@ def nested_scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def all_nodes(scope: Scope) -> Iterator[NodeProto]:
-    """Yield all nodes of a scope, also those in bodies of control flow."""
+    """Yield all nodes of a graph or function, also those in bodies of control flow."""
     for inner in nested_scopes(scope):
         yield from inner.node
 
@@ -192,10 +192,7 @@ def dtype_name(elem_type: int) -> str:
 
 
 def byte_size(tensor: TensorProto) -> int | None:
-    """Return the bytes of a tensor's raw data, from dtype and dims; None for strings.
-
-    Raises `ValueError` if dtype or dims are invalid.
-    """
+    """Return the bytes of a tensor's raw data; None for strings. Raises `ValueError` if dtype or dims are invalid."""
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):
         raise ValueError(f"dtype {name}, dims {list(tensor.dims)}")
@@ -206,7 +203,7 @@ def byte_size(tensor: TensorProto) -> int | None:
 
 
 def sliced_squares(graph: GraphProto) -> frozenset[str]:
-    """Return the names of initializers ``[T, T]`` that only Slice nodes read. These are masks, not weights."""
+    """Return the names of initializers ``[T, T]`` that only Slice nodes read: they are masks, not weights."""
     squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
     sliced = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
     others = {n for node in graph.node for i, n in enumerate(node.input) if i or not is_op(node, "Slice")}

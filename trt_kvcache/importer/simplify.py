@@ -1,4 +1,4 @@
-"""Simplifies a model before recognition: one flat graph of opset 24, with constants folded.
+"""Simplifies a model before the search for caches: one graph of opset 24 without functions, with constants folded.
 
     function calls                            their bodies                 onnx.inliner
     opset 11 to 23                            opset 24                     onnx.version_converter
@@ -67,7 +67,7 @@ _FOLDED = frozenset((
 
 
 def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """Return a flat, folded model of opset 24 or later with named nodes and shapes, and names of what was inlined.
+    """Inline functions, raise the opset to 24, and fold constants. Return the model, and names of inlined parts.
 
     The model has placeholders for large inline weights, and may be edited in place. Raises `InvalidModelError` if its
     stated shapes contradict each other, and `UnsupportedModelError` if a cache update or an attention is in a body that
@@ -198,7 +198,7 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Replace tensors of known value by constants, and Ifs by the branch taken; return the model and these Ifs."""
+    """Replace tensors of known value by constants, and Ifs by the branch taken. Return the model, and names of Ifs."""
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
     for _ in range(_MOST_ROUNDS):

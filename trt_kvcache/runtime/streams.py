@@ -107,7 +107,7 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new `Reader` for one stream. Only the stream may refer to the reader, until all events are read."""
+        """Return a new `Reader` for one stream. Only the stream may hold it: its sequences end with the reader."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader

@@ -44,7 +44,7 @@ class Checked:
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with these facts."""
+        """Return the plan with these notes added, and with the limit on prompts."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
@@ -146,7 +146,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a check. The bytes of the original and of the rewritten model follow it."""
+    """A message to the check's child process. The bytes of the original and of the rewritten model follow it."""
 
     plan: CachePlan
     folder: str
@@ -156,13 +156,13 @@ class Request:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""Running processes, by their bytes of address space. A second one starts only while the first is busy."""
+"""Running child processes, by their limit of memory in bytes. A second one starts only while the first is busy."""
 _answering: list[Child] = []
-"""Processes that a caller waits for."""
+"""Child processes that a caller waits for."""
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Return the check's child process, started if none runs. `to_ask`: no other caller may end it until it answers."""
+    """Return the check's child process; start it if none runs. With `to_ask`, other callers may not end it."""
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)

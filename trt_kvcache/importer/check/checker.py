@@ -45,7 +45,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """Weights inside the model's file, which only the parent process has. Each access asks it for one weight."""
+    """Weights inside the model's file, which only the parent process has. Each access asks the parent for a weight."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -91,8 +91,8 @@ def check_models(
         if not wrong:
             outside = find_mixing(pair, regions, limits, judge.loaded)
             return verdicts if outside is None else [*verdicts, outside]
-        # A tensor may have the same name as one of the original, but other contents, such as a view of a cache. Then
-        # later tensors decide: regions whose joins differ are merged with the regions that read them.
+        # A tensor may have the same name as one of the original, but other contents, such as a view of a cache. So the
+        # next round compares only later tensors: a region that differed becomes part of the regions that read it.
         inner = wrong - set(pair.original.outputs)
         if inner <= pair.refuted:
             return first
@@ -119,7 +119,6 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return the verdict for a region; equal regions share one."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))

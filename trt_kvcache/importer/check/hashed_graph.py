@@ -73,7 +73,7 @@ class Graph:
     def digests(
         self, leaves: Mapping[str, str], taken: Container[str] = (), nodes: Sequence[onnx.NodeProto] | None = None
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return two maps: digests of all tensors, and for tensors in `taken`, digests of how the graph computes them.
+        """Return two maps from names to digests: of all tensors, and of the computation of tensors in `taken`.
 
         `leaves` are digests of inputs. A tensor in `taken` counts as equal in both models, so the first map has a
         digest of its name, not of its computation. `nodes` is the part of the graph to digest (None: all).
@@ -102,7 +102,7 @@ class Graph:
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 results = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in results.items():
-                if name in leaves:  # an input of the part that one of its nodes also makes
+                if name in leaves:  # an input of `nodes` that one of these nodes also computes
                     continue
                 if name in taken:
                     own[name] = digest
@@ -126,7 +126,7 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that compute `outputs`, the inputs and `stop` tensors that the nodes read, and constants."""
+        """Return the nodes that compute `outputs` from inputs and `stop` tensors; names of both; names of constants."""
         todo = list(outputs)
         wanted = set(todo)
         seen: set[str] = set()

@@ -57,7 +57,7 @@ _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Return a verdict if the model mixes sequences, or tokens of a step, outside of regions with caches."""
+    """Return a verdict if the model mixes sequences, or tokens of a step, outside of attention and cache updates."""
 
     @lru_cache
     def outside(batch: int, length: int, **how: bool) -> _Outside:
@@ -104,7 +104,7 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
     if pair.plan.prefill_in_one_step or pair.plan.states or not 1 < length <= rows:
         return None
     start = min(_PAST, rows - length) if steps.indexed else 0
-    name = outside(steps.batch, length, whole=False).first_mixed_token(start)  # as in `_mixed_sequences`: made once
+    name = outside(steps.batch, length, whole=False).first_mixed_token(start)  # arguments as in `_mixed_sequences`
     return Verdict(outside(steps.batch, length, inner=True).first_mixed_token(start) or name, "mixed") if name else None
 
 
@@ -172,7 +172,6 @@ class _Outside:
         return ""
 
     def why_it_ends(self, past: int) -> str:
-        """Name, for a message, the operator that ONNX Runtime cannot run after `past` tokens."""
         found = _FAILED.search(self.error(past))
         if found is None:
             return "the model cannot compute later positions"
@@ -190,8 +189,8 @@ class _Outside:
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
         """Return the first tensor in which sequence `row` differs between two batches; empty if none.
 
-        Before the step, `row` has `own` tokens in both batches. All others have `own` in the first, `other` in the
-        second.
+        Sequence `row` has `own` past tokens in both batches. All other sequences have `own` past tokens in the first
+        batch, and `other` in the second.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]

@@ -1,4 +1,4 @@
-"""Prepare the exported and the rewritten model for the check: match their inputs, infer shapes, compare outputs."""
+"""Prepares the exported and the rewritten model for the check: matches inputs, infers shapes, compares outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from trt_kvcache.importer.steps.probe import Kind, Kinds, Term
 
 @dataclass
 class ModelPair:
-    """The graphs of the original and the rewritten model, with types and shapes of all tensors."""
+    """The graphs of the original and the rewritten model, with types and shapes of all tensors.
+
+    `shared` are inputs that mean the same in both models. `refuted` are tensors that differed in a comparison.
+    `last_positions` are tensors of the rewritten model that depend on the number of wanted logits.
+    """
 
     original: Graph
     rewritten: Graph

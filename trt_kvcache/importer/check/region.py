@@ -40,7 +40,7 @@ class Boundary:
         names: the tensor's names in the original and the rewritten graph; several if a graph computes it repeatedly.
         elem_type: the tensor's element type in the original.
         shape: the tensor's shape, in terms of B and S.
-        in_span: True if the rewritten model has only the last positions, for which the caller wants logits.
+        in_span: True if the rewritten model has only the tensor's last positions, those with wanted logits.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -54,11 +54,11 @@ class Region:
     """A changed part of the model. In both graphs, it computes the same outputs from the same inputs.
 
     Attributes:
-        joins: shapes of the computed tensors that have the same name in both graphs, by name.
-        in_span: joins of which the rewritten graph computes only the last positions.
+        joins: shapes of the tensors to compare, by name. Both graphs have these names, and the region computes them.
+        in_span: names in `joins` of which the rewritten graph computes only the last positions.
         presents: names of cache outputs that the region computes.
-        models: the region in the original and in the rewritten graph. The outputs are `joins`, then `presents`.
-        boundaries: tensors that both models take as inputs.
+        models: the region of the original and of the rewritten graph. The outputs are `joins`, then `presents`.
+        boundaries: inner tensors of the graphs that are inputs of both models.
         key: regions with the same key get the same verdict.
         integers: integer constants from which one of the models computes lengths.
         rows: number of rows of the original's caches of fixed length, by name of the past.
@@ -81,7 +81,7 @@ class Region:
 
 
 def find_regions(pair: ModelPair) -> list[Region]:
-    """Return all regions (changed parts of the model); those with caches come first."""
+    """Cut all regions (changed parts) out of both models; those that write caches come first."""
     original, rewritten = pair.sides
     plan = pair.plan
     present_of = {c.role.name: c.output for c in find_caches(plan) if c.output}
@@ -127,9 +127,8 @@ def find_regions(pair: ModelPair) -> list[Region]:
         for s, graph in enumerate(pair.sides)
     ]
 
-    # A guard against NaN hides numbers that are not finite. So a region with a guard goes back to products with
-    # weights, and through all tensors computed from positions. Then numbers that are not finite arise inside the
-    # region.
+    # A guard against NaN hides numbers that are not finite. So a region with a guard begins earlier, at products with
+    # weights, and contains all tensors computed from positions. Then such numbers arise inside the region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)
@@ -155,7 +154,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return tensors with an entry for every cache row. Regions do not end at them: unused rows hold garbage."""
+    """Return tensors with an entry for every cache row. They are not compared: in unused rows, they may differ."""
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
     products = [node for node in graph.nodes if node.op_type in _PRODUCTS]
@@ -210,8 +209,8 @@ def _region(
 ) -> Region:
     """Return the region (changed part of the model) that computes the tensors `joins` and `presents`.
 
-    It begins at the tensors in `stops`, and at tensors in `equal` of which it reads only the shape: else most regions
-    would contain the embedding table, because exporters take batch and length from the embedded tokens.
+    Its inputs are tensors in `stops`, and tensors in `equal` of which it reads only the shape: else most regions would
+    contain the embedding table, because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
     stops = copies = [dict(stop) for stop in stops]
@@ -236,9 +235,9 @@ def _region(
         ]
         if not any(one_sided):
             break
-        # A tensor at which only one side starts is no boundary, unless that side reads only its shape. If the tensor
-        # lies inside the other side's part (such as the sum that a fused norm returns), this side grows. Else both
-        # sides grow.
+        # An input of only one side is no shared input, unless that side reads only its shape. If the other side
+        # computes the tensor (such as the sum that a fused norm returns), this side must compute it, too. Else both
+        # sides must begin earlier.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
             for cone, same in zip(cones, equal, strict=True)
@@ -376,7 +375,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of how each output is computed, with numbers in place of names of inputs and weights."""
+    """Return a digest of how each output is computed. Inputs and weights are numbered, so equal layers agree."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -451,7 +450,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Yield the integer constants that may decide lengths in a region, except sizes of heads."""
+    """Yield integers in constants of a region that may limit lengths, such as a window; not sizes of heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -470,7 +469,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that keeps the axes of batch and tokens; no axis may be as long as a cache."""
+    """True for a Reshape or Split that keeps the axes of batch and tokens, and has no axis as long as a cache."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]

@@ -36,13 +36,13 @@ from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
-"""Magnitudes of garbage in rows without a token, tried in this order until the original hides the garbage.
+"""Magnitudes of random numbers in cache rows without a token, tried until these do not change the original's results.
 
-At the last one, both sides must be equal even if the original reads garbage. Else only the rewritten model might read
-these rows.
+With the last one, both models must be equal even if the original reads these rows. Else only the rewritten model might
+read these rows.
 """
 _HALF_GARBAGE = _GARBAGE[3:]
-"""In float16, ONNX Runtime hides scores by adding the lowest number. Scores from larger garbage would exceed that."""
+"""The same for float16: ONNX Runtime hides a key by adding the lowest float16, which larger scores would exceed."""
 _BATCH = 2
 _FEW_STEPS = 6
 _FEW = 64  # the most keys that are changed, one by one, to find a key that only one side sees
@@ -132,7 +132,7 @@ class _Run:
 
     Attributes:
         compared: the steps that were compared so far.
-        alive: outputs whose numbers vary. A comparison of other outputs would show nothing.
+        alive: names of outputs whose numbers vary. A comparison of other outputs would show nothing.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step]) -> None:
@@ -155,7 +155,7 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """True if the verdict comes from compared steps, in this run or an earlier one that stored the verdict."""
+        """True if steps were compared, in this run or in an earlier run whose stored result this run uses."""
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:
@@ -179,7 +179,6 @@ class _Run:
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
-        """True if ONNX Runtime can run a step of the region, in both versions."""
         try:
             self.runs.open(self._steps)
         except RunError:
@@ -203,9 +202,10 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Return the first difference in all steps, or "", and whether the original reads rows without a token.
+        """Run all steps up to the first difference, and return the difference in words ("": none) and a bool.
 
-        The bool is about the step that differs or, if no step differs, about any step.
+        The bool is True if numbers in cache rows without a token change results of the original: in the step that
+        differs or, if no step differs, in any step.
         """
         self.compared = []
         leaks = False
@@ -230,7 +230,7 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if garbage in cache rows without a token changes the original's results; `full`: results with it."""
+        """True if numbers in cache rows without a token change the original's results. `full`: results with them."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))
@@ -328,7 +328,6 @@ class _LargeRun(_Run):
         self._large = large
 
     def compare(self) -> str:
-        """Return a description of the first overflow; empty if nothing overflows."""
         if self._steps and not self.opens():
             return ""  # ONNX Runtime cannot compute in this type
         for number in self._large:
@@ -381,15 +380,15 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Return how many cache rows all test steps of a region need, except those at the end of the capacity."""
+    """Return how many cache rows the test steps of a region need, without the steps at the end of a cache."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Return test steps: with lengths near every integer, at the end of caches and rings, and with unequal rows.
+    """Return test steps: with lengths near `integers`, at the end of caches, and with sequences of unequal lengths.
 
-    Of the `integers` from which the region computes lengths, the eight smallest are used. With `thorough`, also plan
-    steps after every number of past tokens up to 4,096.
+    The model computes lengths from `integers`; the eight smallest are used. With `thorough`, also plan steps after
+    every number of past tokens up to 4,096.
     """
     return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 

@@ -35,28 +35,28 @@ _SEED = 0
 _NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16
 _SMALL = 2.0**-10  # factor of random normal numbers, so that their squares are about as large as the epsilon of a norm
 _TRIALS = 4  # if the original runs none of this many steps, it counts as a model that does not run
-_STRIDE = 104_729  # the boundaries' numbers start this far apart in the pool of random numbers
+_STRIDE = 104_729  # the numbers of shared inputs start this far apart in the pool of random numbers
 _BYTES = 256 << 20  # the most bytes of all caches of a step with several sequences
 _LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only with fewer rows
 
 
 class StuckError(RunError):
-    """Raised if ONNX Runtime runs a region of the original, but not its rewritten version."""
+    """Raised if ONNX Runtime runs a part of the original, but not the same part of the rewritten model."""
 
 
 class RegionRuns:
-    """Runs both versions of a changed part of the model (region), either in float32 or in their own types.
+    """Runs both versions of a region (changed part of the model), either in float32 or in their own types.
 
     Attributes:
         caches: caches and states that one of the versions reads.
         interface: translates inputs and outputs to the original's interface; None if both interfaces are the same.
         shows_garbage: True if caches of the original have rows without a token.
-        garbage: magnitude of the numbers in cache rows without a token.
+        garbage: magnitude of the random numbers in cache rows without a token.
         settled: True if a step of the original wrote the past rows; needed for models that round cached rows.
         sessions: open sessions of the original and the rewritten version, shared by several runs of the same models.
         wide: True if both versions compute in float32.
         large: index of the shared input with numbers beyond the range of float16; None: there is no such input.
-        small: if True, all shared inputs hold small numbers in every step; else only in the steps of `is_small`.
+        small: True if all shared inputs hold small numbers in every step; else only some steps do (see `is_small`).
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RegionRuns:
         self.small = small
 
     def reads(self) -> bytes:
-        """Return as bytes all data that determine the results of steps, for the key of a stored verdict."""
+        """Return as bytes all data that the results of steps depend on. The key of a stored result is made from it."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -107,23 +107,23 @@ class RegionRuns:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if an input of the region gives the number of tokens before a step."""
+        """True if the region has an input, such as a cache, that may depend on the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
     def is_small(self, step: Step) -> bool:
-        """True if a step uses small numbers, which show the epsilon of a norm."""
+        """True if a step uses small numbers, so that the epsilon of a norm changes results."""
         reads_rows = any(c.role.name not in self._unread for c in self.caches)
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
     def fits(self, step: Step) -> bool:
-        """True if the step fits into memory, and the original can run all its rows."""
+        """True if the check can run a step: its caches are not too large, and both models support its lengths."""
         together = self.interface.together if self.interface else None
-        if together is not None and len(set(step.starts)) > 1:
+        if together is not None and len(set(step.starts)) > 1:  # a fixed batch has one number of past tokens
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
         if partly and self._has_rings(step):
-            return False  # the plan says: a row of these rings must write all tokens of the step or none
+            return False  # in a ring of the plan, a sequence writes all tokens of a step or none
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
@@ -148,7 +148,7 @@ class RegionRuns:
             raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs by name, shared inner tensors by index, and the original's caches."""
+        """Make all inputs of a step: graph inputs and the original's caches by name, boundary N as "boundary N"."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         constants, rings = draw_constants(self.plan, batch, _SEED), self._has_rings(step)
@@ -205,7 +205,7 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original version, and return its outputs. With `together`, one run takes many sequences."""
+        """Run the original version, and return its outputs. With `together`, sequences share a run where possible."""
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
         outputs: Feeds = {}
@@ -245,10 +245,7 @@ class RegionRuns:
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """Run the rewritten version, with caches as it stores them, and return its outputs.
-
-        Raises `StuckError` if the rewritten version does not run.
-        """
+        """Run the rewritten version, with caches in its own layout. Raises `StuckError` if it does not run."""
         try:
             return self.sessions[1].run(self._of_rewritten(step, feeds, span))
         except RunError as error:
@@ -277,7 +274,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Describe a cache with a row for every token, even if the rewrite made this cache circular."""
+        """Return the cache as if it had a row for every token of the step, even if the rewrite made it circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

@@ -64,12 +64,11 @@ class _Choice:
         return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
 
     def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
-        """Return the smaller shape of an input or output of the region."""
         return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the bytes of constants that both models of a region read. Shared data count only once."""
+    """Return the bytes of all constants of these models. Data that several constants share count only once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -81,7 +80,7 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """Yield variants of a region: first with weights of at most `few` bytes, then of at most `most`."""
+    """Yield variants of a region with smaller sizes: first those whose weights have up to `few` bytes, then `most`."""
     if bytes_read(region.models) <= few:
         yield region, plan, limits
     larger = []

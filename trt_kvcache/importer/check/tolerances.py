@@ -18,19 +18,17 @@ from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.steps.runnable import NARROW, all_types
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
-"""Tolerances if the computation is in float32.
-
-Constants such as scales still have the precision of the model's type.
-"""
+"""Tolerances for computation in float32. Constants such as scales still have the precision of the model's type."""
 _EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in different orders
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either code
 _DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # bits of the significand
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Return the largest differences of outputs and cache rows, as shares of the largest number.
+    """Return the allowed differences of outputs and of cache rows, divided by the largest number, such as 1e-4.
 
-    They depend only on the original, so that rounding in the rewritten model cannot enlarge them.
+    Both depend only on the original, so that rounding in the rewritten model cannot enlarge them. `wide`: both versions
+    compute in float32. `caches`: the region reads caches.
     """
     original = region.models[0]
     kinds = all_types(original)
@@ -47,7 +45,7 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """Say where a region rounds to a narrower type, unlike the original; empty if nowhere.
+    """Say where the rewritten region rounds to a narrower type, but the original does not; empty if nowhere.
 
     Results cannot show this rounding, because the comparison uses float32 or a tolerance. So this function reads the
     graphs: if a path from input to result has no narrowing cast in the original, the rewritten one must have none.
@@ -73,7 +71,7 @@ def added_rounding(region: Region) -> str:
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """Return for each tensor how many bits of precision of `sources` remain on the most precise path to it."""
+    """Map tensors to the bits of the significand that Casts leave of `sources`, on the most precise path."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]

@@ -42,17 +42,14 @@ class _Entry:
 
 
 class Verdicts:
-    """The stored verdicts of the check in a private folder.
-
-    With `again`, stored verdicts are not used, only replaced.
-    """
+    """The stored verdicts of the check, in a private folder. With `again`, they are not used, only replaced."""
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
         self._folder, self._again = folder, again
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """Return the stored verdict of a comparison (the outputs whose numbers varied); None if not stored."""
+        """If the comparison `key` is stored as equal, return the names of outputs whose numbers varied; else None."""
         path = self._folder / key
         if self._again:
             return None
@@ -73,7 +70,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Store that a comparison found no difference. Ignore errors; then the next check compares again."""
+        """Store that a comparison found no difference, and which outputs varied (`alive`). Ignore errors of files."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()

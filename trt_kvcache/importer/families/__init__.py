@@ -7,8 +7,8 @@
     rewrite        edits a decoder before recognition                       torch_exports
     for_cpu        replaces operators that ONNX Runtime does not run        quantizers
 
-Other stages load `plugin_route` for caches on the plugin's route, `quantized_caches` for ``--cache-dtype``, `adapters`
-for ``--lora-rank``, and `encoders` for an encoder beside the decoder.
+Other stages load `plugin_route` for caches that the plugin updates, `quantized_caches` for ``--cache-dtype``,
+`adapters` for ``--lora-rank``, and `encoders` for an encoder beside the decoder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of,
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 Finish = Callable[[CachePlan], CachePlan]
-"""A function that adds facts to a plan which the edited model does not show."""
+"""A function that adds facts to a plan that the edited model no longer shows, such as removed inputs."""
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.families import adapters as adapters
@@ -60,7 +60,7 @@ def read(model: onnx.ModelProto) -> bool:
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Keep the branch with a past, if an input of a decoder chooses the branch (optimum's merged decoder)."""
+    """If an input of a decoder chooses the branch (optimum's merged decoder), keep the branch that reads caches."""
     inputs = {value.name for value in model.graph.input}
     if not any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node):
         return model, []
@@ -81,7 +81,7 @@ def is_update_outside_onnx(node: onnx.NodeProto) -> bool:
 
 
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Add an ONNX function to the model for each cache update of TensorRT or the plugin, which ONNX does not define."""
+    """Add an ONNX function for each cache update of TensorRT or the plugin, because ONNX does not define these."""
     if any(map(is_update_outside_onnx, model.graph.node)):
         model = _family("plugin_route").define(model)
     return model

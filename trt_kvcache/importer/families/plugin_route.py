@@ -1,4 +1,4 @@
-"""Replaces cache updates on the plugin's route with nodes of the project's own plugin, for TensorRT.
+"""Replaces cache updates that are planned for the project's own TensorRT plugin with nodes of this plugin.
 
     TensorScatter(past, update, write_indices, mode="circular")
         -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
@@ -76,7 +76,7 @@ class _Update:
 
 
 def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Replace every 4-D cache update on the plugin's route with a node of the plugin."""
+    """Replace every cache update with `Route.PLUGIN` (all are 4-D) by a node of the plugin, in place."""
     nodes = {node.name: node for node in graph.nodes}
     planned = [c for c in plan.caches if c.route is Route.PLUGIN]
     _check_rows(planned)
@@ -174,7 +174,7 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Let the plugin replace a suitable QuantizeLinear of the update. Return the scales and how many they are."""
+    """Bypass a QuantizeLinear of the update if the plugin can quantize itself. Return the scales and their number."""
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
     while update.name != cache.update:
@@ -225,7 +225,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if one plugin node can do both cache updates: same kernel and indices, and independent."""
+    """True if one plugin node can do both updates: same operator, shapes and indices; neither depends on the other."""
     one, other = a.cache, b.cache
     return (
         one.readers == other.readers
@@ -364,7 +364,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Return lines of the ONNX function that write the rows of update `i`. If quantized, axis 1 is the heads."""
+    """Return lines of the ONNX function that write the rows of update `i`; see `_body`. Scales are one per head."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

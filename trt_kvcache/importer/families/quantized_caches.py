@@ -125,8 +125,8 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
     """Quantize the caches of a rewritten model in place, as the plan's options say. Return the new plan.
 
     With `cache_ranges`, the model may have ONNX Runtime's GroupQueryAttention, which also updates its caches. With
-    `plain`, the model is for ONNX Runtime, so that standard operators write integers. Raises `OptionError` if a cache
-    cannot be quantized to this type.
+    `plain`, the model is for ONNX Runtime, so standard operators write codes of int8 and int4, not the plugin. Raises
+    `OptionError` if a cache cannot be quantized to this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:
@@ -143,7 +143,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
 
 def _writer(graph: gs.Graph, cache: CacheUpdate) -> gs.Node:
-    """Return the node that updates a cache, or ONNX Runtime's attention that contains the update."""
+    """Return the node that updates a cache: TensorScatter, or ONNX Runtime's GroupQueryAttention."""
     (past,) = (t for t in graph.inputs if t.name == cache.past)
     return next(n for n in consumers(past) if n.name == cache.node or n.op == _IN_ATTENTION)
 
@@ -199,7 +199,7 @@ def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
 
 
 class _Quantized:
-    """Quantizes one unquantized cache of the plan; `node` is the update, or the attention that contains the update."""
+    """Quantizes one float cache of the plan; `node` writes the cache (TensorScatter or GroupQueryAttention)."""
 
     def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
         self._emitter = emitter
@@ -220,7 +220,7 @@ class _Quantized:
         self._unit = self._scale if self._scale is not None and form.codes == 1 else self._number(1)
 
     def edit(self) -> None:
-        """Make the update write codes, and make readers read dequantized rows."""
+        """Make the update write quantized rows, and make readers read dequantized rows."""
         readers = [r for r in consumers(self._present) if not is_op(r, "Shape")]
         self._keep_shapes(self._past, self._cache.physical_shape)
         self._keep_shapes(self._present, self._cache.physical_shape)
@@ -244,7 +244,7 @@ class _Quantized:
             tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
 
     def _hold_in_attention(self) -> None:
-        """Make ONNX Runtime's attention quantize new rows, and read quantized rows. A uint8 holds two 4-bit numbers."""
+        """Make GroupQueryAttention quantize new rows and read quantized rows. A uint8 holds two numbers of 4 bits."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
         node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
@@ -260,7 +260,7 @@ class _Quantized:
         self._retype(_elem_type(self._dtype))
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """Return the plan of the caches for quantized numbers and, if these are stored separately, scales."""
+        """Return the plan of the cache of quantized numbers and, if scales have their own cache, of that cache."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -394,7 +394,7 @@ class _Quantized:
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate an attention's queries if its keys are `codes`, its result if its values are. False for others."""
+        """Rotate an Attention's queries if `codes` are its keys, or its result if they are its values; else False."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
@@ -411,7 +411,7 @@ class _Quantized:
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
-        """Emit the rotation of rows ``[..., H]``. A second rotation restores the rows."""
+        """Add nodes that rotate rows ``[..., H]``. A second rotation restores the rows."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
             cast = partial(self._op, "Cast", [matrix], "rotation", dtype, to=dtype)
@@ -419,7 +419,7 @@ class _Quantized:
         return self._op("MatMul", [rows, matrix], "rotated", dtype)
 
     def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
-        """Emit the rotation of each head in rows ``[B, S, N*H]``."""
+        """Add nodes that rotate each head in rows ``[B, S, N*H]``."""
         heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
@@ -438,7 +438,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit cached numbers of a narrow type as float32. If they are not packed, apply the constant scale, if any."""
+        """Convert numbers of a cache (int8, float8) to float32, and apply a constant scale if each is one code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:

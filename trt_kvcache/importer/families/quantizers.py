@@ -306,7 +306,6 @@ class _Editor:
         return self._scaled[scales]
 
     def _op(self, op: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
-        """Add a node. Return the name of its output: `output`, or a new name."""
         output = output or self._name(op.lower())
         self._nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
         return output

@@ -50,7 +50,7 @@ _FIRST_ONLY = "only the branch without a past computes it; to get it, run the or
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Replace each If of a merged export by the branch with a past. `model` is edited in place."""
+    """Replace each If of a merged export by the branch that reads caches. `model` is edited in place."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
@@ -81,12 +81,11 @@ def _finish(
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:
-    """Replace each If of a merged export by the branch without a past, in place. Inputs and outputs stay."""
+    """Replace each If of a merged export by the branch for the first step, in place. Inputs and outputs stay."""
     _take(graph, {name: not value for name, value in _choices(graph).items()})
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """Return a map from inputs that choose between branches to the values that choose a branch with a past."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
@@ -100,7 +99,7 @@ def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
 
 
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
-    """Return the input on which an If depends, and its value for the branch with a past; None for any other If."""
+    """Return the input that is an If's condition, and its value for the branch that reads caches; None for others."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}

@@ -90,7 +90,7 @@ _CASTS = "InsertedPrecisionFreeCast_"
 
 
 def repair(model: ModelProto) -> None:
-    """Repair known faults in place."""
+    """Repair, in place, the order of nodes, names of domains and Casts, and wrong or repeated shapes."""
     _unalias(model)
     for scope in iter_scopes(model):
         _sort(scope)

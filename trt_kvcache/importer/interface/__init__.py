@@ -87,7 +87,7 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Return the roles of inputs and outputs of an edited model, with the new shapes, without removed tensors."""
+    """Return `roles` for an edited model: with its new shapes, and only for tensors that it still has."""
     before = {(r.io, r.name): r for r in roles}
     carried = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
@@ -165,7 +165,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """If several tensors fit a role of only one, take that which the user, or else a shipped pattern, names."""
+    """If several tensors could be the tokens or the logits, keep the one that the user's or a shipped pattern names."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]

@@ -1,4 +1,4 @@
-"""Describes the inputs and outputs of an exported model, and how they change in canonical form."""
+"""Describes the inputs and outputs of an exported model, and how TensorScatter and Attention change them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Interface:
         tokens: name of the input for the new tokens.
         roles: the roles of all inputs and outputs.
         tensors: all inputs and outputs as `OriginalTensor`.
-        states: the states of the model, which are no caches.
+        states: tensors that every step replaces as a whole; they are no caches.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Interface:
         return max(fixed, default=None)
 
     def _embeddings(self) -> str:
-        """Return the input that may hold embeddings of the new tokens, if exactly one input fits."""
+        """Return the only input that may hold embeddings of the new tokens. Refuse a model with none or several."""
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
         names = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
@@ -196,7 +196,10 @@ _SIZES = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacit
 def find_changes(
     exported: Sequence[OriginalTensor], model: onnx.ModelProto, counts: set[str], copies: set[str]
 ) -> tuple[InterfaceChange, ...]:
-    """Return how the inputs and outputs of the canonical `model` differ from those of the exported model."""
+    """Return how inputs and outputs of the edited `model` differ from those of the exported model.
+
+    `counts` are removed outputs that only count tokens; `copies` are removed outputs that are copies of inputs.
+    """
     changes: list[InterfaceChange] = []
     known = {t.name for t in exported}
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
@@ -230,5 +233,5 @@ def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
 
 
 def in_words(name: str, dims: Iterable[int | str]) -> str:
-    """Return a name and a shape, as `InterfaceChange` shows them."""
+    """Return a name and a shape as text: ``"attention_mask [B, 128]"``."""
     return f"{name} [{', '.join(map(str, dims))}]"

@@ -7,7 +7,7 @@
     attention_reader    finds what an attention computes
     records             data classes of the results
 
-No list of operators is used. Every result is a guess, which the check later accepts or refuses.
+No list of operators is used. Every result is a guess; a later comparison with the original accepts or refuses it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trt_kvcache.importer.steps.probe import Blueprint
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import open_session
 
-_MOST_STEPS = 12  # how often a region may grow backward
+_MOST_STEPS = 12  # how often a region may become larger, by nodes before its inputs
 _PLACES = ((4, 2), (4, 1), (3, 1))  # (rank of a cache, axis of its rows)
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
 _SOME = 0.05  # the share of a present's numbers that must also be in its past
@@ -64,7 +64,7 @@ class Recognized:
 
     Attributes:
         model: the exported model, without functions, with shapes.
-        graph: the same model; the owner of this object may edit it.
+        graph: the same model as a graph to edit.
         caches: all caches, in the order of the inputs.
         attentions: all attentions, in the order of the graph.
     """
@@ -86,9 +86,9 @@ def recognize(
 ) -> Recognized | None:
     """Find caches and attentions by running parts of the model; None if no input may be a cache.
 
-    `model` is flat, with named nodes, and is not changed; `weights` are its detached weights. `usual` is the capacity
-    to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported cache or
-    attention, and `OptionError` if the capacity contradicts the model.
+    `model` has named nodes, no functions, and placeholders for the large `weights`; it is not changed. `usual` is the
+    capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported
+    cache or attention, and `OptionError` if the capacity contradicts the model.
     """
     graph = gs.import_onnx(model)
     fold_identities(graph)
@@ -129,7 +129,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return the guesses whose present contains rows of the past, or all if the run fails."""
+    """Run the model once. Return the guessed caches whose output contains rows of the input; all if the run fails."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -163,7 +163,6 @@ class _Recognizer:
         self._looked_at: dict[int, Cache] = {}
 
     def recognize(self, caches: list[Cache]) -> Recognized:
-        """Find the caches and attentions of the model, starting from guessed caches."""
         for _ in range(_ROUNDS):
             # these inputs may say at which row of a fixed-size cache a step starts to write
             numbers = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
@@ -243,7 +242,7 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Describe the attention with result `front`. Enlarge its region until each input comes from one tensor."""
+        """Describe the attention whose result is `front`, from the smallest part of the model that shows all of it."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -261,10 +260,7 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Find what a region computes, or reuse an equal region's result.
-
-        Also return a map from that region's names to `region`'s.
-        """
+        """Describe what a region computes, in names of the first equal region. Also map these to the region's names."""
         if region.key not in known:
             try:
                 reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
@@ -284,7 +280,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Return the cache that corresponds to `of` in an equal region, whose tensors have other names (`names`)."""
+        """Return the cache at the place of `of` in an equal part of the model. `names` maps names of both parts."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -304,7 +300,7 @@ class _Recognizer:
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
         caches = {str(c.past.name): c for a in attentions for c in a.caches}
-        # Other nodes may read a cache that no attention reads: `check_readers` looks for them in the canonical graph.
+        # Other nodes may read a cache that no attention reads: `check_readers` looks for them in the edited graph.
         ordered = tuple(caches[name] if name in caches else self._looked(c) for name, c in self._caches.items())
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))

@@ -1,4 +1,4 @@
-"""Describes an attention by running its region in ONNX Runtime with chosen input values.
+"""Describes an attention by running its part of the model in ONNX Runtime with chosen input values.
 
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
@@ -8,7 +8,7 @@
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
-Every result is a guess, which the check later accepts or refuses.
+Every result is a guess; a later comparison with the original accepts or refuses it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Run the region and describe its attention. Raises `FartherError` if the region is too small for this."""
+        """Run the part of the model and describe its attention. Raises `FartherError` if the part is too small."""
         region, sample = self._region, self._sample
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
@@ -183,7 +183,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """For each number of the result, return the attention weight of each of these keys (the last axis)."""
+        """Return the attention weight of each key in `keys` (last axis), for each number of the result (other axes)."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -248,7 +248,7 @@ class Reader:
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
-        """Find head size, query layout, scale and softcap. `base`: the weights while queries and keys are 0."""
+        """Find head size, query layout, scale and softcap. `base`: the attention weights for queries and keys of 0."""
         sample, key, query = self._sample, self._key, self._query
         feeds = self._runner.feeds(sample)
 
@@ -285,8 +285,8 @@ class Reader:
         else:
             raise RecognizeError(
                 f"the attention weights are not a softmax of the products of '{query}' and '{key.past.name}' (closest "
-                f"fit {best:.3f}) in a step of {sample.length} tokens. The importer also does not support query heads "
-                "in another order than key heads, and queries that see only one key"
+                f"fit {best:.3f}) in a step of {sample.length} tokens. It may also be an attention that the importer "
+                "does not support: query heads in another order than key heads, or queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)
@@ -324,7 +324,7 @@ class Reader:
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """Return the mask of an attention that reads the caller's mask. `causal` is False for keys after the query."""
+        """Return the mask of an attention that reads a mask input. `causal` is False for keys after the query."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -337,7 +337,7 @@ class Reader:
         raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """True if valid lengths hide rows even in a full circular cache: query i sees the first L - S + i + 1 rows."""
+        """True if lengths count as rows even in a full circular cache: query i sees the first L - S + i + 1 rows."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -395,7 +395,7 @@ class Reader:
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
     def _window(self) -> int | None:
-        """Return how many keys a query sees after a past longer than any number in the model; None: all keys."""
+        """Return the window: how many keys a query sees after a past longer than any number in the model; None: all."""
         capacity, kept, length = self._far.capacity, self._key.window_rows, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])
@@ -422,7 +422,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the tensor with a cache's new rows or, for computed keys or values, with all rows."""
+    """Return the name of the tensor with a cache's new rows or, for computed keys or values, with all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 

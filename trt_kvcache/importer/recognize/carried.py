@@ -45,7 +45,7 @@ _TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
-    """Return guessed caches, in the inputs' order. Each present is paired with the nearest past before it."""
+    """Guess caches, in the order of the inputs: pair each present (output) with the nearest past (input) before it."""
     counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
     left = {id(t): t for t in graph.inputs}
     found: dict[int, Cache] = {}
@@ -66,7 +66,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """Return the past that is the fewest nodes away from a present. Of equally near ones, take the closest name."""
+    """Return the past that is the fewest nodes away from a present. If several are, take the most similar name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -82,12 +82,12 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Return the axis of cache rows, guessed from the shapes; None if past and present are of different caches."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present cannot be one cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
         return None
-    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings
+    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings [B, S, H]
         return None
     differing = [a for a in range(1, rank) if one[a] != two[a] or "?" in (one[a], two[a])]
     if any(isinstance(one[a], int) and isinstance(two[a], int) for a in differing):
@@ -99,13 +99,13 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
     if rank == 3 and one[1] == 1:
         return None
     open_axes = [a for a in range(1, rank) if not isinstance(one[a], int)]
-    if rank == 3 and open_axes:  # embeddings
+    if rank == 3 and open_axes:  # embeddings [B, S, H]
         return None
     return open_axes[0] if len(open_axes) == 1 else None if open_axes else rank - 2
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """In the shapes of Attention caches, set the number and size of heads to those of the new rows."""
+    """Fill in unknown numbers and sizes of heads in shapes of Attention caches, from the shapes of the new rows."""
     for node in graph.nodes:
         for past, present, update in _inner(node):
             start, end = past, present
@@ -216,5 +216,5 @@ def _plain(name: str) -> tuple[str, ...]:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words and numbers of a name."""
+    """Return the words and numbers of a name: ``"past.0.Key"`` -> past, 0, key."""
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]

@@ -1,9 +1,11 @@
-"""Data classes that describe recognized caches and attentions. `emit` builds the canonical form from them.
+"""Data classes that describe recognized caches and attentions. `emit` makes TensorScatter and Attention from them.
 
-A layout says for each axis of a tensor which sizes, multiplied, give its length: the batch ``b``, the heads of keys
+A layout lists for each axis of a tensor the sizes whose product is the axis' length: the batch ``b``, the heads of keys
 ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the head size ``d``:
 
-    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  is  ((b, n), (d,)), without the axis P of rows
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))
+
+The layout of a cache leaves out the axis of its rows: ``[B * N, P, D]`` is ``((b, n), (d,))``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from trt_kvcache.importer.protos import Array
 
 Layout = tuple[tuple[str, ...], ...]
 ATTENTION = ("b", "n", "g", "s", "d")
-"""The order of sizes in queries and results of ONNX's Attention, ``[B, H, S, D]``."""
+"""The order of sizes in queries and results of ONNX's Attention: ``[B, H, S, D]`` with H = n * g."""
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
@@ -28,7 +30,7 @@ def order_of(layout: Layout) -> tuple[str, ...]:
 
 
 def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
-    """Yield every layout (axis order, see the module) that fits a shape. Sizes of 1 appear in no layout."""
+    """Yield every layout that a shape can have: ``[6]``, n = 3, d = 2 -> (n, d), (d, n). Sizes of 1 are left out."""
     names = [name for name, size in sizes.items() if size != 1]
     if prod(shape) != prod(sizes.values()):
         return
@@ -46,7 +48,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to have one axis for each size in `order`. Sizes missing in `layout` become 1."""
+    """Reshape and transpose a tensor of this layout: one axis for each size in `order` (1 if `layout` lacks it)."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])
@@ -63,18 +65,18 @@ class AdvisedError(RecognizeError):
 
 
 class UnknownError(AdvisedError):
-    """Raised if the meaning of an integer input, such as positions, is unknown. The first argument is its name."""
+    """Raised if the meaning of an integer input, such as positions, is unknown. Its argument is the input's name."""
 
     def __str__(self) -> str:
         return f"cannot tell what the input '{self.args[0]}' holds in a step; give its role with --config"
 
 
 class FartherError(Exception):
-    """Raised if the region of an attention is too small. A larger one must compute one of the tensors in `args`."""
+    """Raised if the part cut out around an attention is too small: it must also compute one of the tensors `args`."""
 
 
 class ComputedError(RecognizeError):
-    """Raised if an attention reads keys and values that are computed from `caches`; `query` names its queries."""
+    """Raised if keys and values of an attention are computed from `caches`. `query` is the name of its queries."""
 
     def __init__(self, query: str, caches: Sequence[Cache]) -> None:
         super().__init__(
@@ -96,9 +98,9 @@ class Cache:
         shifted: True if past and present always have `window_rows` rows, with the newest token in the last row.
         circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows; None until the nodes that write the cache have run. It is also
-            None for keys or values computed from caches: then `past` and `present` are the computed tensor.
-        perm: permutation that brings the axes of `update` into the order of the cache.
+        update: the tensor of the new rows; None until a test step has shown it. It is also None for keys or values
+            computed from caches: then `past` and `present` are the computed tensor.
+        perm: permutation that brings the axes of `update` into the order of the cache's axes.
     """
 
     past: gs.Tensor
@@ -120,8 +122,8 @@ class Mask:
     Attributes:
         causal: ``j <= write_index + i``.
         window: ``j > write_index + i - window``: a query sees this many keys, including its own; None: no limit.
-        own: the caller's own mask over the cache rows, bool (True = visible) or added to the scores; None: no mask.
-        bounded: rows from ``write_index + S`` on are hidden. A causal mask always hides these rows.
+        own: the model's mask input over the cache rows, bool (True = visible) or added to the scores; None: no mask.
+        bounded: True if rows from ``write_index + S`` on are hidden. A causal mask always hides these rows.
         slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: no slopes.
         bias: float32 ``[L, H]``, added to scores, for key minus query positions ``-(L - 1) .. 0``; None: no bias.
     """
@@ -140,12 +142,12 @@ class Attention:
 
     Attributes:
         name: name of the node that computes the result.
-        query, result: tensors of queries and result, in `query_layout` and `result_layout`.
-        sizes: key heads (n), query heads for each key head (g), numbers of a query head (d) and of a value head (v).
+        query, result: tensors of queries and result; `query_layout` and `result_layout` describe their axes.
+        sizes: key heads (n), query heads for each key head (g), size of a query head (d) and of a value head (v).
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
         sinks: float32 ``[H]``, an extra logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.
-        wide: True if caches are not float32, and keys or values are cast to float32 before their products.
+        wide: True if caches are not float32, and keys or values are cast to float32 before they are multiplied.
         wide_weights: True if scores or attention weights are float32.
         computed_from: caches from which keys and values are computed, row by row; empty: keys and values are caches.
     """

@@ -1,4 +1,4 @@
-"""Runs a region (part of a model with caches) in one step. The form of a cache says where its rows of tokens are.
+"""Runs a region (part of a model with caches) in one step. The form of a cache says which row belongs to which token.
 
     growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
     fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
@@ -32,14 +32,14 @@ _HIDES = -30000.0  # hides a key in an additive mask
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
-"""ONNX Runtime's message about sizes that do not fit (1.31 and 1.32)."""
+"""ONNX Runtime's message about sizes that cannot broadcast (1.31 and 1.32)."""
 
 
 class Runner:
     """Runs a region, the part of a model that writes caches or attends to them, in float32.
 
-    `caches` are all caches by past; `rng` makes all random numbers. Raises `RecognizeError` if ONNX Runtime cannot load
-    the region.
+    `caches` has all caches, by name of the past; `rng` makes all random numbers. Raises `RecognizeError` if ONNX
+    Runtime cannot load the region.
     """
 
     def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
@@ -59,7 +59,7 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """Return the names of the mask inputs that the region reads."""
+        """Return the names of the mask inputs that this part of the model reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
@@ -81,7 +81,7 @@ class Runner:
         return feeds
 
     def run(self, feeds: Feeds) -> Feeds:
-        """Run the region, and return all outputs in float64. Raises `RecognizeError` if the region does not run."""
+        """Run this part of the model, and return all outputs in float64. Raises `RecognizeError` if it does not run."""
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
         except RunError as error:
@@ -103,7 +103,7 @@ class Runner:
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Return those rows of a past cache that contain tokens, the oldest token first."""
+        """Return the rows of a past cache that belong to tokens, the oldest token first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
@@ -158,11 +158,11 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """Run one step of a region, and return its caches with the new rows that the step wrote.
+    """Run one step of a region (part of the model), and return its caches with the tensors of their new rows.
 
     `sample` is a step of several tokens after earlier ones; `beyond` is a step that starts two tokens beyond the end of
     a fixed cache (None: do not test for circular caches). Raises `RecognizeError` if a cache's update is unsupported,
-    and `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
+    and `FartherError` if the new rows are in several tensors (a larger part of the model may have them in one).
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -175,7 +175,7 @@ def read_updates(
             cache, new = _written(caches[past], feeds[past], outputs[present], sample)
         except RecognizeError:
             rows = outputs[present].shape[caches[past].axis]
-            # has all rows of the cache; only the new ones are not 0
+            # these tensors have all rows of the cache; only the new rows are not 0
             spread = [t for t in region.texts if rows in feeds[t].shape]
             if spread:
                 raise FartherError(*spread) from None
@@ -199,7 +199,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Return the cache, corrected by where a step wrote its rows, and the new rows in the cache's layout."""
+    """Find the rows that a step wrote into a present (`whole`). Return the corrected cache, and the new rows."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole

@@ -33,7 +33,7 @@ from trt_kvcache.importer.steps.probe import POINTS, terms
 from trt_kvcache.importer.steps.runnable import runnable
 from trt_kvcache.importer.weights import held
 
-_PASTS = (6, 8)  # small sizes; no sum with them equals a product of batch and new tokens
+_PASTS = (6, 8)  # past tokens of two steps; no sum with them equals a product of batch and new tokens
 _MOST = 1 << 22  # the most numbers that a region's constants may have
 
 
@@ -45,9 +45,9 @@ class Region:
         model: the part as a model, without shapes. Its outputs are `result` (if not empty) and `presents`.
         key: equal for regions that compute the same.
         result: name of the attention's result; empty if the region only writes caches.
-        presents: names of the presents, in the order of `caches`.
+        presents: names of the cache outputs, in the order of `caches`.
         texts: names of inputs that depend on tokens only (queries, new rows), in the order of the graph.
-        caches: names of the pasts.
+        caches: names of the cache inputs.
         inputs: names of other graph inputs whose values, not only shapes, the region reads.
         integers: constants that may be a limit, such as a window. Sample steps have lengths below and above each limit.
         wide: names of caches that are not float32, and that the region casts to float32 before it multiplies.
@@ -74,9 +74,9 @@ class Region:
 
 
 class Cutter:
-    """Cuts regions (parts with one attention or cache update) out of one model without functions.
+    """Cuts regions out of a model without functions: parts that compute one attention or write one cache.
 
-    `caches` maps the name of each past to the guessed cache. `weights` are those that the model has as placeholders.
+    `caches` maps the name of each cache input to the guessed cache. `weights` has the data of placeholders, by name.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
@@ -108,7 +108,7 @@ class Cutter:
             yield from (cache.window_rows, cache.window_rows + step.length)
 
     def _split(self, tokens: str) -> None:
-        """Sort tensors by what they depend on, new tokens only or cache rows, and find those where these kinds meet."""
+        """Find which tensors depend on new tokens and which on cache rows. This shows the results of attentions."""
         readers: dict[str, list[onnx.NodeProto]] = {}
         for node in self._graph.nodes:
             for name in self._reads(node):
@@ -152,7 +152,7 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """Return the output of the node that replaces a result if no key is visible; empty if there is no such node."""
+        """Return the output of a node, such as Where, that replaces results of queries without visible keys; or ""."""
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
         (guard,) = readers[0].output
@@ -164,7 +164,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """Return the first tensor that depends on all `parts` of an attention, and the tensors between both."""
+        """Return the first tensor that depends on all `parts` (such as results of single heads), and those between."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -180,7 +180,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True for a tensor inside an attention, such as a sum of scores, on which tensors over cache rows depend."""
+        """True if `name` is inside an attention: tensors over cache rows are computed from it, as from a sum."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -196,11 +196,11 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of an attention by its result. It computes the tensors `passed`, so begins before them."""
+        """Cut out the part that computes the attention result `name`. Tensors `passed` may not be its inputs."""
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache. It computes the tensors `passed`, so begins before them."""
+        """Cut out the part that writes the cache with the input `past`. Tensors `passed` may not be its inputs."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -223,7 +223,7 @@ class Cutter:
         return replace(region, result=result, presents=tuple(presents), texts=texts_read, caches=caches_read, wide=wide)
 
     def computed(self, region: Region, query: str) -> Region:
-        """Return the part of an attention's region that begins at keys and values computed from caches."""
+        """Return the part of `region` whose inputs are `query`, and keys and values that are computed from caches."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -263,13 +263,13 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return an input's part of `Region.key`: values if it is a size, its index if in `ends`, else its name."""
+        """Describe an input for `Region.key`: by its values if it is a size, its index in `ends`, or else its name."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
 
     def _below(self, texts: Collection[str]) -> set[str]:
-        """Return those of `texts` that the graph computes from other `texts` without an attention between them."""
+        """Return the tensors in `texts` that are computed from others in `texts` without an attention in between."""
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
@@ -302,7 +302,7 @@ class Cutter:
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if this tensor can be an input of an attention's region: a size, or floats computed from tokens."""
+        """True if a part with an attention may begin at this tensor: a size, or floats computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
@@ -332,7 +332,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors at which a region may begin, except those in `taken`, which the region computes itself."""
+    """The tensors that may be inputs of a region, except those in `taken`, which the region computes itself."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken

@@ -1,4 +1,4 @@
-"""Makes sample steps for the recognizers: a shape and a value for each input of the exported model."""
+"""Makes sample steps to recognize caches with: a shape and a value for each input of the exported model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sample:
     """One decode step of the model as exported.
 
     Attributes:
-        batch, past, length, capacity: the sizes B, P, S and L.
+        batch, past, length, capacity: sequences B, past tokens P, new tokens S, and capacity L.
         probe: evaluates tensors of the model in this step.
         own: a bool array for each mask input, by name: True for keys that a query sees.
         wrapped: True if P is larger than the capacity, which only circular caches support.
@@ -58,7 +58,7 @@ class Samples:
 
     Attributes:
         plain: steps in which every query sees all tokens up to its own; after the last step, the capacity is full.
-        few: the first and the last of `plain`; recognizers guess from these two only.
+        few: the first and the last of `plain`; guesses use these two only.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ only in P; two equal steps if the caches allow only one P.
         blueprint: the model, prepared for computing single tensors without weights.

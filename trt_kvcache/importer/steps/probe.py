@@ -360,10 +360,7 @@ class Kind:
 
 
 class Kinds:
-    """Types and shapes of the tensors of a model without functions, from sizes and meanings of its inputs' axes.
-
-    `batch` is the batch that the model fixes, or None.
-    """
+    """Types and shapes of a model's tensors, from the axes of its inputs. `batch` is the fixed batch, or None."""
 
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, batch: int | None) -> None:
         blueprint = Blueprint(model, {})

@@ -249,7 +249,7 @@ class GenerationConfig:
         bool,
         Setting(
             "Give the log-probability of each token, in JSON.",
-            "In Python, each event has the one of its token.",
+            "In Python, each event has the log-probability of its token.",
             flag="logprobs",
         ),
     ] = False

@@ -327,7 +327,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the names of caches that ONNX Runtime can write in place: the only node that reads past writes present."""
+    """Return the names of caches that ONNX Runtime can write in place: one node reads past and writes present."""
     reads = Counter(name for node in model.graph.node for name in node.input)
     written = {names for node in model.graph.node for names in _writes(node)}
     return {b.past for b in carried if reads[b.past] == 1 and (b.past, b.present) in written}

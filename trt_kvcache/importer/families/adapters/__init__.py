@@ -50,7 +50,6 @@ class _Match:
 
     @property
     def modules(self) -> list[str]:
-        """Names of all modules of this match: those of `parts`, and of the fused module if known."""
         return [*(part.module for part in self.parts), *filter(None, [self.whole])]
 
 
@@ -99,7 +98,7 @@ def add_adapters(
 
 
 def _named(products: Iterable[Product], source: ModelProto) -> list[_Match]:
-    """Find modules of MatMuls by name. If several MatMuls have one name, take the MatMul with the most inputs."""
+    """Find modules of MatMuls by name. Of several MatMuls with the same module, keep the one with the most inputs."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
     said: dict[str, str] = {}
@@ -130,7 +129,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """Return the module of each MatMul: found by its weights if possible, otherwise by names in the model."""
+    """Join both lists of matches. If both have a match for a MatMul or a module, keep the one found by weights."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -170,7 +169,7 @@ def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace each target module that the exporter split into several MatMuls with the modules of these MatMuls."""
+    """Replace target modules that the export splits into several MatMuls: qkv_proj -> q_proj, k_proj, v_proj."""
     known = {_last(module) for one in matches for module in one.modules}
     split: dict[str, None] = {}
     for target in targets:
@@ -367,7 +366,7 @@ class ProductGraph:
         return name if shape is not None and 3 <= len(shape) <= most else None
 
     def check_rows(self, product: Product, module: str) -> None:
-        """Refuse a MatMul if its first axis may be something else than the batch."""
+        """Refuse a MatMul if the first axis of its operand may be something else than the batch."""
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "

@@ -1,4 +1,4 @@
-"""Finds the module of a checkpoint for each product: compares weights, or reads names that exporters keep.
+"""Finds the module of a checkpoint for each MatMul: compares weights, or reads names that exporters keep.
 
 A weight ``[inputs, outputs]`` is one or several transposed tensors ``[outputs, inputs]`` of the checkpoint. The first
 numbers of a column find a tensor; then only its first and last block are compared, to read little of the checkpoint.
@@ -27,7 +27,7 @@ from trt_kvcache.lora import module_key
 from trt_kvcache.stored_tensors import StoredTensors
 
 _FEW = 16  # this many first numbers of a column are the key of a tensor
-_CORNER = 64  # the most rows and columns of a corner that is compared
+_CORNER = 64  # the most rows and columns of a block that is compared
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 

@@ -127,7 +127,7 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a flat model with standard operators (opset 24) and placeholders for weights, and these weights."""
+    """Return a copy without functions, of opset 24, with placeholders for large weights; and these weights by name."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = flatten(model)
@@ -165,7 +165,7 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Append the decoder's first step, which reads the output `hidden`, a token and a mask of ones, to `model`."""
+    """Append the decoder's first step to `model`. It reads the output `hidden`, the token 0 and a mask of ones."""
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
@@ -194,7 +194,7 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Fold Shape nodes of constant shapes, in place. Otherwise the encoder would keep the decoder for its shapes."""
+    """Fold Shape nodes of constant shapes, in place. Otherwise the decoder's nodes would stay for their shapes only."""
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
     blueprint = Blueprint(model, weights)

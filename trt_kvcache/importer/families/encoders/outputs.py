@@ -55,7 +55,7 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
 
 
 def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """Return the first step's outputs for the remaining constants, by constant. Refuse missing ones."""
+    """Map the constants in `rest` to outputs of the first step. Raise `UnsupportedModelError` if one has no output."""
     later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
         others = "and there is no decoder_model.onnx beside it" if first is None else f"and {first} does not, either"
