@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 import tensorrt_rtx
 import trt
 
+from trt_kvcache.engine.builder import patch_network
 from trt_kvcache.importer.cache_plan import AttentionKind, CachePlan, Route
-from trt_kvcache.importer.patch import patch_network
 
 CRASHED = trt.Outcome("crash", "TensorRT ended its process")
 

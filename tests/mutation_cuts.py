@@ -21,12 +21,11 @@ from onnx import helper
 
 from trt_kvcache import PlanOptions, TrtKvCacheError
 from trt_kvcache.importer import import_model, pipeline
-from trt_kvcache.importer.check import checker
+from trt_kvcache.importer.check import checker, misfit
 from trt_kvcache.importer.check import region as cutting
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.prepare import Prepared
-from trt_kvcache.importer.recorded_options import misfit
 from trt_kvcache.verify import VerifyOptions, verify_import
 
 VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4, station=("rewritten",))

@@ -38,9 +38,9 @@ from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.check import Checked
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
-from trt_kvcache.importer.steps.element_types import state_type
+from trt_kvcache.importer.steps.runnable import state_type
 from trt_kvcache.runtime.ort import ort_runner
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import Replay, replay

@@ -43,8 +43,8 @@ from trt_kvcache.importer.cache_plan import Role, TensorRole
 from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.files import save, stripped
 from trt_kvcache.importer.files.stripped import unpacked
-from trt_kvcache.importer.interface.role_patterns import load_patterns
-from trt_kvcache.importer.recorded_options import recorded_options
+from trt_kvcache.importer.interface import load_patterns
+from trt_kvcache.importer.plan_options import recorded_options
 from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.runtime import embeddings

@@ -17,6 +17,9 @@ from trt_kvcache.errors import InvalidModelError
 ENGINE = "model.engine"
 """Name of the engine file in an engine's folder."""
 
+REPORT = ("model.onnx", "report.json")
+"""Members of every zip file that the command ``report`` writes."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OWN = (".onnx", ".engine", ".json", ".gguf", ".plan")
 _LFS = b"version https://git-lfs"
@@ -51,6 +54,16 @@ def is_checkpoint(path: Path) -> bool:
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
         return False
     return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def is_report(path: Path) -> bool:
+    """Return True for a zip file that the command ``report`` wrote."""
+    import zipfile  # only the command ``plan`` needs it
+
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return {*REPORT} <= {*archive.namelist()}
 
 
 def folder_of(path: Path) -> Path:

@@ -35,15 +35,15 @@ from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions, Role
+from trt_kvcache.importer.check import check_same_interface
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
+from trt_kvcache.importer.interface import IndexLimits, index_limits
+from trt_kvcache.importer.plan_options import recorded_options
 from trt_kvcache.importer.protos import Array, byte_size, iter_scopes, iter_tensors
-from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
-from trt_kvcache.importer.steps.element_types import all_types
-from trt_kvcache.importer.steps.runnable import rounds
+from trt_kvcache.importer.steps.runnable import all_types, rounds
+from trt_kvcache.importer.steps.sessions import exact_experts
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.progress import phase
 

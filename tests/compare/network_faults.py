@@ -187,7 +187,7 @@ def _changes(exact: Parsed, broken: Parsed) -> bool:
     from trt_kvcache.compare.differences import share_between
     from trt_kvcache.compare.rewritten_model import Rewritten
     from trt_kvcache.compare.text_inputs import TextInputs
-    from trt_kvcache.importer.planning.index_limits import index_limits
+    from trt_kvcache.importer.interface import index_limits
     from trt_kvcache.importer.steps.drawn_inputs import read_limits
 
     imported = exact.imported

@@ -61,7 +61,7 @@ def _traffic(name: str, capacity: int) -> _Traffic:
     from trt_kvcache.compare.numpy_network import Network, Node
     from trt_kvcache.compare.rewritten_model import Rewritten
     from trt_kvcache.compare.text_inputs import TextInputs
-    from trt_kvcache.importer.planning.index_limits import index_limits
+    from trt_kvcache.importer.interface import index_limits
 
     imported, content = read(MODELS / name / "model.onnx", capacity)
     made = parsed(imported, content)

@@ -12,7 +12,7 @@ from graphs import renamed
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.cache_plan import PlanOptions, Role, TensorRole
-from trt_kvcache.importer.interface.role_patterns import shipped_patterns
+from trt_kvcache.importer.interface import shipped_patterns
 
 SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=20)
 

@@ -20,7 +20,7 @@ from trt_kvcache import (
     verify_model,
 )
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.planning.experts import ROUNDING, exact_experts
+from trt_kvcache.importer.steps.sessions import ROUNDING, exact_experts
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
 OPTIONS = PlanOptions(capacity=64)

@@ -7,9 +7,9 @@ import tensorrt_rtx
 import trt
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache.engine.builder import patch_network
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.cache_plan import AttentionKind
-from trt_kvcache.importer.patch import patch_network
 
 REACH = 24_576  # keys and head size together
 DECODE, PREFILL = (1, 1, 1), (1, 32, 64)

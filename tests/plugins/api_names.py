@@ -19,12 +19,11 @@ OBJECTS = {
     "trt_kvcache/engine/builder.py": {
         "builder": "Builder", "parser": "OnnxParser", "error": "ParserError", "config": "IBuilderConfig",
         "network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor",
+        "attention_layer": "IAttentionInputLayer", "attention_layer.attention": "IAttention",
     },
     "trt_kvcache/engine/callbacks.py": {},
     "trt_kvcache/engine/inspection.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
     "trt_kvcache/engine/diagnosis.py": {},
-    "trt_kvcache/importer/patch.py": {"network": "INetworkDefinition", "layer": "IAttentionInputLayer",
-                                      "layer.attention": "IAttention"},
     "trt_kvcache/runtime/trt/*.py": {
         "engine": "ICudaEngine", "runtime": "Runtime", "self._context": "IExecutionContext",
         "context": "IExecutionContext", "self._trt.engine": "ICudaEngine", "trt.engine": "ICudaEngine",

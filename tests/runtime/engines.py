@@ -18,7 +18,7 @@ from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_s
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.cache_plan import PlanOptions, Target
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 

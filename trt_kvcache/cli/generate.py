@@ -277,7 +277,7 @@ def generate(
     options = planning.session_options(model)
     config = adapters.config(generation.config(model, tokenizer))
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # a slow import, so after the checks of flags
-    from trt_kvcache.importer.capacity import usual_capacity
+    from trt_kvcache.importer.files.model_folder import usual_capacity
     from trt_kvcache.runtime.open import CpuOptions
     from trt_kvcache.runtime.session import DecodeSession
 

@@ -20,23 +20,26 @@ def plan(
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
     options = flags.options_for(model)
-    from contextlib import nullcontext
-
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
     from trt_kvcache.cli.summary import chosen_capacity, next_line, plan_lines, print_lines, print_next
     from trt_kvcache.files import check_output
-    from trt_kvcache.importer.files.stripped import is_report, recorded_options, unpacked
+    from trt_kvcache.model_paths import is_report
     from trt_kvcache.runtime.step_inputs import why_no_session
 
     if html is not None:
         check_output(html)
     reported = is_report(model)
-    if reported and flags == PlanFlags():
-        options = recorded_options(model)
-    with unpacked(model) if reported else nullcontext(model) as path:
-        result = plan_model(path, options)
+    if reported:
+        from trt_kvcache.importer.files.stripped import recorded_options, unpacked
+
+        if flags == PlanFlags():
+            options = recorded_options(model)
+        with unpacked(model) as path:
+            result = plan_model(path, options)
+    else:
+        result = plan_model(model, options)
     batch, name = batch_of(result, max_batch), model.absolute().name
     tensorrt = result.options.target.value == "tensorrt"
     no_session, chosen = why_no_session(result), chosen_capacity(result.options.capacity, flags)

@@ -21,14 +21,14 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
 from trt_kvcache.importer.families import define, for_cpu
-from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.weights import for_session
 
 Feeds = dict[str, Array]
 

@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, help
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
-from trt_kvcache.importer.steps.element_types import all_types, state_type
+from trt_kvcache.importer.steps.runnable import all_types, state_type
 
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"

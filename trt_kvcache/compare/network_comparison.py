@@ -28,7 +28,7 @@ from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, cache_bytes
 from trt_kvcache.importer.families import for_cpu
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import Array, byte_size, iter_tensors
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.machine import free_memory

@@ -29,10 +29,10 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.families import for_cpu
-from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import Array, iter_scopes
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
+from trt_kvcache.importer.steps.sessions import exact_experts
 
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
 """Called with the inputs and outputs of each step of the rewritten model."""

@@ -16,9 +16,9 @@ from trt_kvcache.compare.text_inputs import TextInputs, by_position
 from trt_kvcache.cpu import lean_options, open_in_time, run_in_time
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.cache_plan import CachePlan, Role
-from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import all_contents, find_caches, find_states
+from trt_kvcache.importer.weights import for_session
 
 Feeds = dict[str, Array]
 

@@ -22,7 +22,7 @@ from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.compare.differences import Share
 from trt_kvcache.importer.cache_plan import CacheDtype
 from trt_kvcache.importer.protos import copied, replace_field
-from trt_kvcache.importer.steps.element_types import all_types
+from trt_kvcache.importer.steps.runnable import all_types
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative rounding error, by the type that an engine rounds to: half the distance of numbers next to 1."""

@@ -13,7 +13,7 @@ from trt_kvcache.compare.decode import Piece
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.cache_plan import CachePlan, Role
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, span_inputs
 from trt_kvcache.input_values import place

@@ -29,7 +29,7 @@ from trt_kvcache.engine.manifest import NO_PROOF
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.cache_plan import TENSORRT_DTYPES, CachePlan, Dim, Route, Target, TensorRole
+from trt_kvcache.importer.cache_plan import TENSORRT_DTYPES, AttentionKind, CachePlan, Dim, Route, Target, TensorRole
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.planning.cache_plans import without_plugin
@@ -40,6 +40,33 @@ if TYPE_CHECKING:
 _REPORT = "this is a fault in trt_kvcache, please report it with the model"
 _BUDGET = 50.0  # seconds of the proof's first decode, without --proof STEPS; the whole proof takes 2.5 times as long
 _COMPARED = (0, 2, 4)  # steps of the proof that NumPy runs on TensorRT's network: a large model takes seconds for one
+
+
+def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: bool = False) -> None:
+    """Allow TensorRT to decompose attentions for which it has no fused kernel; with `decompose_all`, every attention.
+
+    Without this permission, the build fails ("Attention operation was not supported by a dedicated kernel", measured on
+    TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would do the same, but other runtimes refuse it.
+    Raises `BuildError` if network and plan have different attention layers.
+    """
+    wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
+    names: set[str] = set()
+    for index in range(network.num_layers):
+        attention_layer = network.get_layer(index)
+        if attention_layer.type != trt.LayerType.ATTENTION_INPUT:
+            continue
+        # The parser names an attention's layers <node>_AttentionInput and <node>_AttentionOutput.
+        name = attention_layer.name.removesuffix("_AttentionInput")
+        names.add(name)
+        if decompose_all or name in wanted:
+            attention_layer.__class__ = trt.IAttentionInputLayer
+            attention_layer.attention.decomposable = True
+    expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
+    if names != expected:
+        raise BuildError(
+            f"the parsed network has attention layers {sorted(names - expected)} that are not in the plan, and does "
+            f"not have {sorted(expected - names)}: this TensorRT version names layers differently; please report this"
+        )
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
@@ -181,7 +208,6 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
-    from trt_kvcache.importer.patch import patch_network
 
     logger, monitor = make_listeners(trt, send, job.build.log)
     refusals = _register_plugins(trt, job)

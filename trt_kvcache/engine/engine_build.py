@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.check import Checked
     from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
-    from trt_kvcache.importer.planning.index_limits import IndexLimits
+    from trt_kvcache.importer.interface import IndexLimits
 
 
 _T = TypeVar("_T")
@@ -149,7 +149,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
     # Not at the top: all other names of the engine package work without ONNX.
     from trt_kvcache.engine.engine_folder import settings_beside
     from trt_kvcache.importer import import_unchecked
-    from trt_kvcache.importer.planning.index_limits import index_limits
+    from trt_kvcache.importer.interface import index_limits
     from trt_kvcache.importer.protos import is_op
 
     options = replace(options, target=setup.backend.target, packed_native=setup.backend.packed_native)
@@ -529,8 +529,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     longest source (encoder input) is unknown or exceeds the encoder's table of positions.
     """
     from trt_kvcache.importer.families.encoders.encoder_files import find_first_step
-    from trt_kvcache.importer.families.encoders.model import import_encoder
-    from trt_kvcache.importer.families.encoders.positions import check_positions, count_positions, most_ids
+    from trt_kvcache.importer.families.encoders.model import check_positions, count_positions, import_encoder, most_ids
 
     path = which_encoder(model, plan, build)
     if path is None:

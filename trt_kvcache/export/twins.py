@@ -26,7 +26,7 @@ from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.files import read_object
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
-from trt_kvcache.importer.capacity import usual_capacity
+from trt_kvcache.importer.files.model_folder import usual_capacity
 
 __all__ = ["TOLERANCE", "Twin", "Verdict", "decode_exported", "difference"]
 

@@ -1,15 +1,14 @@
 """Turns an ONNX decoder into a plan and a rewritten model, without TensorRT.
 
-    load_source     read and check a file                               files
+    load_source     read and check a file                             files
     prepare         one flat graph, known shapes, fixed capacity;     prepare, simplify, recognize, emit
                     caches and attention in canonical form
-    analyze         -> CachePlan                                      pipeline, planning, interface, plan
+    analyze         -> CachePlan                                      analysis, planning, interface
     rewrite_graph   edit the graph as the plan says                   rewrite
     check_rewrite   compare the rewritten model with the original     check
-    patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls all of these except the last, in this order. It loads `families` only for models that need them. Public
-names load on first use, so that manifests can use `trt_kvcache.importer.cache_plan` without ONNX.
+`pipeline` calls all of these in this order. It loads `families` only for models that need them. Public names load on
+first use, so that manifests can use `trt_kvcache.importer.cache_plan` without ONNX.
 """
 
 from __future__ import annotations

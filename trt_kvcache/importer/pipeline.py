@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -18,42 +17,19 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.arguments import as_options
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import families
-from trt_kvcache.importer.cache_plan import (
-    CachePlan,
-    CacheUpdate,
-    Dim,
-    LogitsSpan,
-    PlanOptions,
-    Role,
-    Route,
-    StateUpdate,
-    Target,
-    TensorRole,
-    UpdateContract,
-    UpdateForm,
-)
-from trt_kvcache.importer.capacity import longest_text, usual_capacity
+from trt_kvcache.importer.analysis import analyze, weights_read
+from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
 from trt_kvcache.importer.check import Checked, check_rewrite, start_process
-from trt_kvcache.importer.emit.canonical_nodes import Findings
+from trt_kvcache.importer.files.model_folder import longest_text, usual_capacity
+from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
-from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
-from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
-from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
-from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
-from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
-from trt_kvcache.importer.planning.experts import EXPERTS
-from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
-from trt_kvcache.importer.planning.weights_read import weights_read
+from trt_kvcache.importer.files.source import SourceModel, load_source, take_readable
+from trt_kvcache.importer.graph import fold_identities
+from trt_kvcache.importer.plan_options import record_options, refuse_rewritten
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
-from trt_kvcache.importer.protos import all_nodes, copied, opset_version, replace_field
-from trt_kvcache.importer.recognize.carried import find_states, stack_in_words
-from trt_kvcache.importer.recorded_options import record_options, refuse_rewritten
+from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 from trt_kvcache.progress import phase
-
-__all__ = ["ImportedModel", "import_model", "import_unchecked", "plan_model", "quantize_caches", "rewrite_model"]
 
 _DEFAULTS = PlanOptions()
 
@@ -204,7 +180,7 @@ def _plan_and_rewrite(
         graph = gs.import_onnx(prepared.model)
     except Exception as error:  # graphsurgeon raises exceptions of any type
         raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
-    check_unique_outputs(graph)
+    _check_unique_outputs(graph)
     fold_identities(graph)
     plan = analyze(prepared, graph, source.path)
     for finish in prepared.finishes:
@@ -285,184 +261,7 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     return families.define(model)
 
 
-_WHOLE = (
-    "tokens see later tokens of the same step; so a session processes a prompt in one step of at most --max-chunk "
-    "tokens, and uses no prefix cache and no drafts with this model; export with a causal mask to allow both"
-)
-
-
-def analyze(prepared: Prepared, graph: gs.Graph, path: Path) -> CachePlan:
-    """Return the plan of a prepared model: caches, attention, spans, and the role of every input and output."""
-    model, options, findings = prepared.model, prepared.options, prepared.findings
-    if options.target is Target.TENSORRT_RTX:
-        _check_operators(model)
-    caches = analyze_caches(graph, options)
-    foreign = _foreign_cache(graph) if not caches else ""
-    if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
-        if stack := stack_in_words(graph):
-            raise UnsupportedModelError(stack)
-        raise UnsupportedModelError(
-            f"{path}: found no supported cache update (found: "
-            f"{foreign or _holder(graph) or 'no cache that a step writes'}). Caches must be inputs and outputs of the "
-            "model, and each must be read as a whole: export with a past, and with outputs that are Concat(past, new) "
-            "or equivalent"
-        )
-    caches = tuple(_with_findings(c, findings) for c in caches)
-    attention = analyze_attention(graph, caches, options)
-    if findings.original:
-        states, roles = findings.states, carry_roles(findings.roles, model)
-    else:
-        states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
-        roles = find_roles(model, _known(caches, states), options.config)
-    roles = tuple(open_axes(role) for role in roles)
-    check_dtypes(roles)
-    logits, note = plan_logits(graph, roles, options)
-    cut = [r for r in roles if findings.written and logits is not None and (r.name, r.io) == (logits.output, "output")]
-    plan = CachePlan(
-        options=options,
-        opset=opset_version(model) or 0,
-        caches=caches,
-        attention=attention.attention,
-        masks=attention.masks,
-        spans=attention.spans,
-        tensors=_rewritten_roles(roles, caches, attention, logits),
-        warnings=(*_warnings(caches), *attention.warnings),
-        inlined=prepared.inlined,
-        states=states,
-        notes=(*findings.notes, *_planes(roles), *((note,) if note else ())),
-        changes=(*findings.changes, *(change_of(r, logits) for r in cut if logits is not None)),
-        original=findings.original,
-        logits_span=logits,
-    )
-    if see_later_tokens(model, plan):
-        plan = replace(plan, prefill_in_one_step=True, notes=(*plan.notes, _WHOLE))
-    return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
-
-
-def _check_operators(model: onnx.ModelProto) -> None:
-    """Refuse operators that TensorRT for RTX never supports (measured with version 1.7.1)."""
-    for node in all_nodes(model.graph):
-        if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
-            raise UnsupportedModelError(
-                f"NonZero '{node.name or node.output[0]}' returns a number of indices that depends on values, but "
-                f"TensorRT for RTX does not support this operator; sizes must not depend on tokens: {EXPERTS}, or plan "
-                "for TensorRT (--target tensorrt)"
-            )
-
-
-def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about position tables with fewer rows than the caches: later positions read the last row."""
-    rows = index_limits(model, plan).positions
-    longest = max((c.capacity for c in plan.caches), default=0)
-    return [
-        f"'{name}' looks up a table of {count} positions, but the caches hold {longest} tokens: no text may have more "
-        f"than {count} tokens"
-        for name, count in rows.items()
-        if count < longest
-    ]
-
-
-def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
-    """Return notes about position inputs that have several positions per token."""
-    return [
-        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width). A session gives "
-        "a token the same position in all planes, which is correct for text. Tokens of images need different "
-        "positions, which only a caller that runs the engine itself can give"
-        for r in roles
-        if r.role is Role.POSITIONS and len(r.shape) == 3 and r.shape[r.axes[0] == "batch"] != 1
-    ]
-
-
-def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
-    cache = replace(cache, idiom=findings.idioms.get(cache.present, cache.idiom))
-    if longest := findings.longest.get(cache.past):
-        contract = cache.contract or UpdateContract(no_straddle=False)
-        cache = replace(cache, contract=replace(contract, max_update_length=longest))
-    return cache
-
-
-_GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
-
-
-def _foreign_cache(graph: gs.Graph) -> str:
-    """Describe the first sign of a cache whose update is not supported; empty if there is none."""
-    for node in (n for n in graph.nodes if is_op(n, "Concat", "ScatterND", "ScatterElements")):
-        past = node.inputs[0]
-        while (maker := producer(past)) is not None and is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
-            past = maker.inputs[0]
-        if contains(graph.inputs, past) and len(dims(past) or ()) >= 3:
-            return f"{node.op} '{node.name}' on '{past.name}'"
-    return ""
-
-
-def _holder(graph: gs.Graph) -> str:
-    """Describe the first operator that may contain a cache or a decoder, or is not in ONNX; empty if there is none."""
-    for node in graph.nodes:
-        if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
-            contents = "its own cache, if there is one"
-            if node.op in _GENERATORS:
-                contents = "the decoder: give only the decoder, without the search"
-            return f"{node.domain}::{node.op} '{node.name}', which contains {contents}"
-        if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
-            return f"{node.op} '{node.name}', which is not an ONNX operator: the exporter did not convert it"
-    return ""
-
-
-def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> Known:
-    return Known(
-        caches={c.past: c.present for c in caches if c.carried},
-        states={s.past: s.present for s in states},
-        write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
-        update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
-        updates={
-            c.update: ("tokens", "?", "?")
-            if c.form is UpdateForm.PACKED_NHD
-            else tuple({0: "batch", c.sequence_axis: "sequence"}.get(i, "?") for i in range(len(c.logical_shape)))
-            for c in caches
-        },
-    )
-
-
-def _rewritten_roles(
-    roles: tuple[TensorRole, ...], caches: tuple[CacheUpdate, ...], facts: AttentionAnalysis, logits: LogitsSpan | None
-) -> tuple[TensorRole, ...]:
-    """Return the roles of the rewritten model's inputs and outputs, with physical cache shapes and added inputs."""
-    physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
-    result: list[TensorRole] = []
-    for role in roles:
-        cache = physical.get(role.name)
-        if cache is not None:
-            shape: tuple[Dim, ...] = cache.physical_shape
-            axes = tuple("batch" if i == 0 and not isinstance(d, int) else "" for i, d in enumerate(shape))
-            result.append(replace(role, shape=shape, axes=axes))
-        elif keys := facts.relaxed.get(role.name):
-            result.append(replace(role, shape=(*role.shape[:-1], keys), axes=(*role.axes[:-1], "keys")))
-        else:
-            result.append(with_span(role, logits))
-    added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in facts.spans]
-    added += [role_of(logits)] if logits is not None else []
-    return (*(r for r in result if r.io == "input"), *added, *(r for r in result if r.io != "input"))
-
-
-def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
-    warnings = [] if caches else ["the model updates no cache; only its attention is rewritten"]
-    for cache in caches:
-        if cache.route is Route.FUNCTIONAL:
-            warnings.append(
-                f"cache '{cache.past}' is not updated in place, so each step writes the whole cache: {cache.reason}"
-            )
-        elif cache.contract is not None:
-            limit = cache.contract.max_update_length
-            most = f" of at most {limit} tokens" if limit else ""
-            warnings.append(
-                f"cache '{cache.past}' is circular: no update{most} may cross the end of its {cache.capacity} rows "
-                "(TensorRT drops such a write without a message); the caller must split such an update, or plan with "
-                "--fallback functional"
-            )
-    return warnings
-
-
-def check_unique_outputs(graph: gs.Graph) -> None:
+def _check_unique_outputs(graph: gs.Graph) -> None:
     """Raise `InvalidModelError` if two outputs have the same name. ONNX forbids this, and TensorRT reports it late."""
     name, count = max(Counter(t.name for t in graph.outputs).items(), key=lambda item: item[1], default=("", 0))
     if count > 1:

@@ -1,16 +1,25 @@
-"""Defines the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
+"""Defines the options of a plan, such as target and capacity, and records them in a rewritten file.
+
+A rewritten file is made for TensorRT and other runtimes, and cannot be planned again. To get its plan, this package
+plans the source again with the options in the metadata. `verify` can compare both. This module imports neither ONNX nor
+TensorRT.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, Unpack
 
 from trt_kvcache.arguments import is_number, shown
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.setting import Setting, check_settings, described
+
+if TYPE_CHECKING:
+    import onnx
 
 
 class Target(str, Enum):
@@ -288,3 +297,66 @@ def _checked_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float
                 "above 0"
             )
     return {str(name): float(value) for name, value in ranges.items()}
+
+
+_RECORD = "trt_kvcache.options"
+_TAIL = 1 << 16  # bytes
+_KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored the plan
+
+
+def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
+    """Write the options with which a model was rewritten into the metadata of the model."""
+    import msgspec  # only rewritten files need it here
+
+    model.metadata_props.add(key=_RECORD, value=msgspec.json.encode(options).decode())
+
+
+def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
+    """Raise `UnsupportedModelError` if the metadata say that the model was rewritten before."""
+    if any(entry.key in _KEYS for entry in model.metadata_props):
+        raise UnsupportedModelError(
+            f"{path}: was rewritten by trt_kvcache already, for TensorRT and other runtimes; give the model that it "
+            f"was made from, and compare the two with 'verify MODEL --rewritten {path.name}'"
+        )
+
+
+def was_rewritten(path: Path) -> bool:
+    """True if the metadata at the end of a model file say that trt_kvcache rewrote the model."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return _RECORD.encode() in file.read()
+
+
+def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
+    """Return the options in a rewritten model's metadata, but with the limits and name patterns of `options`."""
+    import msgspec
+
+    record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
+    if record is None:
+        raise InvalidModelError(
+            f"{path}: the file does not record the options of a rewrite; give a file that 'rewrite' wrote"
+        )
+    try:
+        recorded: PlanOptions = msgspec.json.decode(record, type=PlanOptions)
+    except (msgspec.MsgspecError, RecursionError, OptionError) as error:
+        raise InvalidModelError(
+            f"{path}: its record of options cannot be read ({error}): rewrite the model again"
+        ) from None
+    if recorded.config is not None and options.config is None:
+        raise OptionError(f"{path}: was rewritten with a file of name patterns; give the same file with --config")
+    own = {
+        name: getattr(options, name) for name in ("config", "checkpoint", "check_seconds", "check_memory", "recheck")
+    }
+    recorded, default = replace(recorded, **own), PlanOptions()
+    for field in fields(PlanOptions):
+        wanted, had = getattr(options, field.name), getattr(recorded, field.name)
+        if wanted not in (had, getattr(default, field.name)):
+            raise OptionError(
+                f"{path}: was rewritten with {field.name} {_text(had)}, but the option now is {_text(wanted)}: leave "
+                "the option out, or rewrite the model again"
+            )
+    return recorded
+
+
+def _text(value: object) -> str:
+    return str(value.value) if isinstance(value, Enum) else shown(value)

@@ -26,7 +26,6 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper, version_converter
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.lower import lower
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     TENSORRT_UPDATE,
@@ -53,6 +52,8 @@ _HIDDEN = ("TensorScatter", "Attention")
 _PREFIX = "trt_kvcache/simplify/"
 _MOST_ROUNDS = 8
 _NAME = 200  # the most characters of a prefix for names inside a branch
+_WITH_BODIES = ("Attention", "DequantizeLinear", "SimplifiedLayerNormalization")
+"""Operators of ONNX's own domain that `lower` may replace; DequantizeLinear together with a MatMul."""
 _STAY = frozenset((
     # TensorRT needs these operators themselves, not their results
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
@@ -201,7 +202,11 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
     for _ in range(_MOST_ROUNDS):
-        model = lower(infer_shapes(model))
+        model = infer_shapes(model)
+        if any(n.domain not in DEFAULT_DOMAINS or n.op_type in _WITH_BODIES for n in model.graph.node):
+            from trt_kvcache.importer.lower import lower  # only models with such operators load this
+
+            model = lower(model)
         graph = model.graph
         constants = _take_constants(graph)
         values = _known_sizes(model, constants)

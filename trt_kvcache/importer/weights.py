@@ -1,34 +1,32 @@
-"""Gives the bytes of a weight another name, element type and shape; makes stand-ins (tensors without data).
+"""Reads weights, and gives their bytes another name, element type and shape; makes stand-ins (tensors without data).
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-External data and detached weights (`prepare.detach_weights`) are not copied; only references to them are.
+External data and detached weights (`prepare.detach_weights`) are not copied for this; only references to them are.
+
+External data are read through links, which some libraries refuse; `load_source` has already checked the links. ONNX
+Runtime (1.31.1) reads data files of a model in memory only from one folder, but links of the Hugging Face cache lead
+out of it. ONNX's loader (1.23) refuses such links, and hard links, which deduplication, DVC and ``cp -al`` make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import onnx
-from onnx import numpy_helper
+from onnx import ModelProto, StringStringEntryProto, TensorProto, numpy_helper
 
-from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
 
 STAND_IN = "trt_kvcache:detached"
 _OF = "trt_kvcache:of"
 
 
-def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return a tensor without data, as a placeholder for a tensor whose data are elsewhere."""
-    empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    empty.data_location = onnx.TensorProto.EXTERNAL
-    empty.external_data.add(key="location", value=STAND_IN)
-    return empty
-
-
-def storage(tensor: onnx.TensorProto) -> str | None:
+def storage(tensor: TensorProto) -> str | None:
     """Return a text that identifies the stored data of a tensor; None if the tensor contains its data."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    if tensor.data_location != TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") == STAND_IN:
@@ -36,7 +34,7 @@ def storage(tensor: onnx.TensorProto) -> str | None:
     return f"{entries.get('location')} {entries.get('offset', 0)}"
 
 
-def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
+def detached(tensor: TensorProto, weights: Mapping[str, TensorProto]) -> TensorProto | None:
     """Return the tensor whose placeholder this is, with the placeholder's type and shape; None for other tensors."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
@@ -46,15 +44,15 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
     return reinterpret(weights[entries[_OF]], tensor.name, tensor.data_type, tensor.dims)
 
 
-def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
+def reinterpret(tensor: TensorProto, name: str, data_type: int, shape: Sequence[int]) -> TensorProto:
     """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape."""
-    view = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
+    view = TensorProto(name=name, data_type=data_type, dims=shape)
     if byte_size(view) != byte_size(tensor):
         raise ValueError(f"{byte_size(tensor)} bytes cannot be {list(shape)} of type {data_type}")
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    if tensor.data_location != TensorProto.EXTERNAL:
         view.raw_data = raw_bytes(tensor)
         return view
-    view.data_location = onnx.TensorProto.EXTERNAL
+    view.data_location = TensorProto.EXTERNAL
     view.external_data.extend(tensor.external_data)
     keys = {e.key: e.value for e in tensor.external_data}
     if keys.get("location") == STAND_IN and _OF not in keys:
@@ -62,8 +60,57 @@ def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequ
     return view
 
 
-def raw_bytes(tensor: onnx.TensorProto) -> bytes:
+def raw_bytes(tensor: TensorProto) -> bytes:
     """Return the data of an inline tensor in ONNX's raw form. Some exporters store data in the typed fields."""
     if tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)
     return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)
+
+
+def read_data(tensor: TensorProto, folder: Path) -> None:
+    """Read external data into a tensor, in place. Raises `OSError`, or `ValueError` if the file became shorter."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    size = byte_size(tensor) or 0
+    with (folder / entries["location"]).open("rb") as file:
+        file.seek(int(entries.get("offset") or 0))
+        tensor.raw_data = file.read(size)
+    if len(tensor.raw_data) != size:
+        raise ValueError(f"{folder / entries['location']}: became shorter since it was checked")
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]
+
+
+def held(tensor: TensorProto, folder: Path) -> TensorProto:
+    """Return the tensor itself, or a copy that contains its external data. Errors: see `read_data`."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return tensor
+    copy = copied(tensor)
+    read_data(copy, folder)
+    return copy
+
+
+def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
+    """Return a model whose external data have real paths, and a folder that contains all of them."""
+    files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
+    if all(file.is_relative_to(folder.resolve()) for file in files.values()):
+        return model, folder
+    real = Path(os.path.commonpath([file.parent for file in files.values()]))
+    copy = copied(model)
+    for entry in _locations(copy):
+        entry.value = files[entry.value].relative_to(real).as_posix()
+    return copy, real
+
+
+def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
+    for tensor in iter_tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            yield from (entry for entry in tensor.external_data if entry.key == "location")
+
+
+def for_session(model: ModelProto, folder: Path, options: Any) -> bytes:
+    """Serialize the model for a session of ONNX Runtime, and set the folder of its external data in `options`."""
+    linked, folder = without_links(model, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return bytes(linked.SerializeToString())

@@ -20,7 +20,7 @@ from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.files import export_suffix, is_inside, open_regular, read_object
 from trt_kvcache.importer.cache_plan import CachePlan, TensorRole
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.importer.planning.index_limits import table_rows
+from trt_kvcache.importer.interface import table_rows
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.runtime.ort.calls import bind, open_on_cpu
 from trt_kvcache.runtime.token_inputs import Array, Embeds, Indices

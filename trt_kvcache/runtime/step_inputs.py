@@ -318,7 +318,7 @@ class StepInputs:
                 "sequence chooses its own"
             )
         if tensor.role in (Role.OTHER, Role.LOGITS):
-            from trt_kvcache.importer.interface.role_patterns import example  # loads YAML and RE2
+            from trt_kvcache.importer.interface import example
 
             # A value for each token of a step is not a constant of the sequence.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)

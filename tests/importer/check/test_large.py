@@ -24,8 +24,8 @@ from trt_kvcache.importer.check import check_rewrite, checker
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shrunk_weights import bytes_read
-from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
+from trt_kvcache.importer.steps.sessions import exact_experts
 
 PLAN = PlanOptions(capacity=24)
 MODELS = Path(__file__).parents[2] / "models"

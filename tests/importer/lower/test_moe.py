@@ -16,7 +16,7 @@ from needs import ORT_VERSION
 from onnx import TensorProto
 
 from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
-from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.steps.sessions import exact_experts
 
 LENGTHS = (1, 2, 3, 7, 40)
 SHARES = {np.float32: 3e-6, np.float16: 6e-3}

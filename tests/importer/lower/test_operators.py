@@ -13,6 +13,8 @@ from graphs import Graph
 from lowering import CONTRIB, Array, lowered, one_operator, run
 from onnx import TensorProto
 
+from trt_kvcache.importer import lower, simplify
+
 DTYPES = (np.float32, np.float16)
 RANDOM = np.random.default_rng(7)
 
@@ -207,3 +209,8 @@ BUILT = {f"{c.op} {c.feeds[next(iter(c.feeds))].ndim} {len(c.feeds)}": c for c i
 def test_tensorrt_builds(name: str) -> None:
     outcome = build_in_child(lowered(BUILT[name].model()).SerializeToString(), [{}])
     assert outcome.stage == "built", outcome.words
+
+
+def test_every_operator_with_a_body_loads_the_bodies() -> None:
+    """A MatMul has a body only if a DequantizeLinear computes its weight."""
+    assert {*lower._OF_ONNX} - {"MatMul"} | {"DequantizeLinear"} == {*simplify._WITH_BODIES}

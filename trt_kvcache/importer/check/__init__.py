@@ -6,7 +6,6 @@ The steps have lengths close to every number in the graph. An error that occurs 
 `verify --thorough` also tries every past up to 4,096 tokens.
 
     hashed_graph       digests, which show that tensors are equal by construction
-    symbolic_shapes    shapes as products of batch and new tokens
     models             pairs both models, and finds inputs that mean the same in both
     region             cuts the changed parts out of both models
     shrunk_weights     shrinks regions with large weights to few rows and columns of random numbers
@@ -21,7 +20,7 @@ The steps have lengths close to every number in the graph. An error that occurs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,12 +28,10 @@ import msgspec
 import onnx
 
 from trt_kvcache.child import Child, ChildError
-from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.cache_plan import CachePlan, PlanOptions
-from trt_kvcache.importer.recorded_options import misfit
+from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.importer.cache_plan import CachePlan, Dim, PlanOptions
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.progress import ProgressEvent, phase, tell
-
-__all__ = ["Checked", "Request", "Verdict", "check_rewrite", "start_process"]
 
 _UNREAD = "because the weights are too large to read, and no smaller sizes fit together"
 
@@ -205,3 +202,71 @@ def _verdicts(
             ) from None
         finally:
             _answering.remove(child)
+
+
+def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
+    """Describe the first difference between the inputs and outputs of a plan and of a model; empty if equal."""
+    for io, values in (("input", model.graph.input), ("output", model.graph.output)):
+        planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
+        declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
+        for name in dict.fromkeys((*planned, *declared)):
+            wanted, actual = planned.get(name), declared.get(name)
+            if wanted is None or actual is None:
+                return f"{io} '{name}' is {'not in the plan' if wanted is None else 'missing'}"
+            # a size that is dynamic in the plan, but fixed in the model: an engine would support only this size
+            closed = io == "input" and any(
+                isinstance(b, int) and not isinstance(a, int) and not a.isdecimal()
+                for a, b in zip(wanted[1], actual[1] or (), strict=False)
+            )
+            if wanted[0] != actual[0] or closed or not _fits(wanted[1], actual[1]):
+                return (
+                    f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, but the plan says {wanted[0]} "
+                    f"{list(wanted[1])}"
+                )
+    makes = {name: node for node in model.graph.node for name in node.output}
+    shapes = {v.name: shape_of(v) for v in model.graph.input}
+    for cache in plan.caches:
+        node, shape = makes.get(cache.present), shapes.get(cache.past, cache.physical_shape)
+        if node is None or (cache.in_place and cache.past not in node.input):
+            return f"no node computes '{cache.present}' from '{cache.past}'"
+        if (
+            not _fits(cache.physical_shape, shape)
+            or cache.physical_shape[cache.physical_sequence_axis] != cache.capacity
+        ):
+            return (
+                f"the plan says that the cache '{cache.past}' has the shape {list(cache.physical_shape)} and "
+                f"{cache.capacity} rows"
+            )
+    return ""
+
+
+def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
+    if declared is None or len(planned) != len(declared):
+        return False
+    return all(a == b for a, b in zip(planned, declared, strict=True) if isinstance(a, int) and isinstance(b, int))
+
+
+def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
+    """Raise `InvalidModelError` if the interface of a rewritten model differs from a fresh rewrite of its source."""
+    again = "the file was made from another model or by another version, or was changed later: rewrite the model again"
+    written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
+    for function in rewritten.functions:
+        if function.SerializeToString(deterministic=True) not in written:
+            raise InvalidModelError(
+                f"{path}: the function {function.name} differs from that in a rewrite of {source}; {again}"
+            )
+    for io in ("input", "output"):
+        sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, rewritten)]
+        for name in dict.fromkeys((*sides[0], *sides[1])):
+            wanted, actual = (side.get(name, "missing") for side in sides)
+            if wanted != actual:
+                raise InvalidModelError(
+                    f"{path}: {io} '{name}' is {actual}, but {wanted} in a rewrite of {source} with the recorded "
+                    f"options; {again}"
+                )
+
+
+def _type(value: onnx.ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
+    return f"{dtype_name(kind.elem_type)}{dims}"

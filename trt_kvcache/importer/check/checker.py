@@ -23,11 +23,10 @@ from trt_kvcache.importer.check.region import Region, find_regions
 from trt_kvcache.importer.check.region_comparison import compare_region
 from trt_kvcache.importer.check.shrunk_weights import bytes_read, drawn, has_caches, shrunk
 from trt_kvcache.importer.check.verdicts import keeping, open_verdicts
-from trt_kvcache.importer.files.links import read_data
-from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
+from trt_kvcache.importer.interface import IndexLimits, index_limits
 from trt_kvcache.importer.protos import copied
-from trt_kvcache.importer.weights import detached, storage
+from trt_kvcache.importer.steps.sessions import exact_experts
+from trt_kvcache.importer.weights import detached, read_data, storage
 from trt_kvcache.progress import listening, phase
 
 _ROUNDS = 4

@@ -26,20 +26,20 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.cpu import RunError, UnfusedSession
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import Role
 from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region, unread
-from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
 from trt_kvcache.importer.check.tolerances import sequence_axis, token
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.operators import ROUNDS
-from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, Array, int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs
+from trt_kvcache.importer.steps.probe import UNKNOWN, Term
 from trt_kvcache.importer.steps.runnable import open_types
-from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]

@@ -10,9 +10,9 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import families
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
 from trt_kvcache.importer.check.hashed_graph import Graph
-from trt_kvcache.importer.check.symbolic_shapes import Kind, Kinds, Term
 from trt_kvcache.importer.protos import FLOATS, dtype_name
 from trt_kvcache.importer.steps.original_interface import COUNTED
+from trt_kvcache.importer.steps.probe import Kind, Kinds, Term
 
 
 @dataclass

@@ -21,9 +21,9 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.models import ModelPair, check_interface
-from trt_kvcache.importer.check.symbolic_shapes import Kind, Kinds, Term
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.cache_contents import find_caches, fixed_rows
+from trt_kvcache.importer.steps.probe import Kind, Kinds, Term
 from trt_kvcache.importer.weights import storage
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]

@@ -9,13 +9,13 @@ from itertools import permutations
 import numpy as np
 from onnx import TensorProto
 
+from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.region_runs import RegionRuns, StuckError
-from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.check.tolerances import (
     added_rounding,
     both,
@@ -27,12 +27,13 @@ from trt_kvcache.importer.check.tolerances import (
     tolerances,
 )
 from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.original_interface import Feeds
+from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
-from trt_kvcache.importer.steps.sessions import ModelSession, RunError
+from trt_kvcache.importer.steps.sessions import ModelSession
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of random numbers in cache rows without a token, tried until these do not change the original's results.

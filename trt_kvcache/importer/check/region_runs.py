@@ -9,12 +9,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
-from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN
 from trt_kvcache.importer.check.tolerances import joined, last, sequence_axis, take
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import (
     CacheTensor,
     as_text,
@@ -27,8 +27,9 @@ from trt_kvcache.importer.steps.cache_contents import (
 )
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, Step, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original_interface import Feeds, OriginalInterface
+from trt_kvcache.importer.steps.probe import UNKNOWN
 from trt_kvcache.importer.steps.runnable import open_types, runnable
-from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
+from trt_kvcache.importer.steps.sessions import ModelSession, open_session
 
 _SEED = 0
 _NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16

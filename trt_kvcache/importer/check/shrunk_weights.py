@@ -25,9 +25,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.symbolic_shapes import Term
-from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, byte_size, copied
+from trt_kvcache.importer.steps.probe import Term
 from trt_kvcache.importer.weights import storage
 
 _FEW = 32  # a long axis keeps at least this many rows

@@ -10,13 +10,12 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.protos import FLOATS, Array, dtype_name, elem_type_of, is_op
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
 from trt_kvcache.importer.steps.drawn_inputs import Step
-from trt_kvcache.importer.steps.element_types import all_types
-from trt_kvcache.importer.steps.runnable import NARROW
+from trt_kvcache.importer.steps.probe import Term
+from trt_kvcache.importer.steps.runnable import NARROW, all_types
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
 """Tolerances for computation in float32. Constants such as scales still have the precision of the model's type."""

@@ -27,7 +27,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.cache_plan import Dim, InterfaceChange, OriginalTensor, Role, StateUpdate, TensorRole
 from trt_kvcache.importer.graph import BOOL, FLOAT, INT64, Emitter, dims, elem_type, free_name, is_op, replace_uses
-from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.planning.cache_plans import emit_row_slice
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.records import ATTENTION, Attention, Cache, Layout, order_of
 

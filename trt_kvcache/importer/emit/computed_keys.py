@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.emit.canonical_nodes import Canonical
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_constant, is_op
-from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.planning.cache_plans import emit_row_slice
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.records import Attention, Cache
 from trt_kvcache.importer.recognize.sample_steps import Samples

@@ -38,7 +38,7 @@ from trt_kvcache.importer.graph import (
     tidy,
 )
 from trt_kvcache.importer.interface.exported_interface import Interface
-from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
+from trt_kvcache.importer.planning.cache_plans import is_row_slice as is_cut_to_use
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 

@@ -1,10 +1,10 @@
 """Support for rare families of models: these functions load a family's module only for a model of that family.
 
-    read           edits a model when it is read, before checks             tool_repairs, quantizers
-    choose         takes one branch of a merged decoder, before inlining    tool_repairs
+    read           replaces ModelOpt's operators, before checks             quantizers
+    choose         takes one branch of a merged decoder, before inlining    torch_exports
     standardize    refuses operators of quantizers for CPUs, after inlining quantizers
     define         adds ONNX functions that define nodes outside ONNX       plugin_route
-    rewrite        edits a decoder before recognition                       tool_repairs, kept_logits
+    rewrite        edits a decoder before recognition                       torch_exports
     for_cpu        replaces operators that ONNX Runtime does not run        quantizers
 
 Other stages load `plugin_route` for caches that the plugin updates, `quantized_caches` for ``--cache-dtype``,
@@ -29,11 +29,10 @@ Finish = Callable[[CachePlan], CachePlan]
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.families import adapters as adapters
-    from trt_kvcache.importer.families import kept_logits as kept_logits
     from trt_kvcache.importer.families import plugin_route as plugin_route
     from trt_kvcache.importer.families import quantized_caches as quantized_caches
     from trt_kvcache.importer.families import quantizers as quantizers
-    from trt_kvcache.importer.families import tool_repairs as tool_repairs
+    from trt_kvcache.importer.families import torch_exports as torch_exports
 else:
 
     def __getattr__(name: str) -> Any:
@@ -54,8 +53,7 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Repair a model in place after reading it. Return True if operators were replaced."""
-    _family("tool_repairs").read(model)
+    """Replace operators of ModelOpt in a model, in place, after reading it. Return True if there are any."""
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
         return bool(_family("quantizers").read(model))
     return False
@@ -66,7 +64,7 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     inputs = {value.name for value in model.graph.input}
     if not any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node):
         return model, []
-    model, finish = _family("tool_repairs").choose(model)
+    model, finish = _family("torch_exports").choose(model)
     return model, [] if finish is None else [finish]
 
 
@@ -94,10 +92,10 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:
-        model = _family("tool_repairs").join_slices(model)
+        model = _family("torch_exports").join_slices(model)
     keeps = any(v.name.endswith("logits_to_keep") and elem_type_of(v) in INTEGERS for v in model.graph.input)
     if keeps and "TensorScatter" not in operators:
-        model, finish = _family("kept_logits").rewrite(model)
+        model, finish = _family("torch_exports").drop_kept_logits(model)
         finishes += [] if finish is None else [finish]
     return model, finishes
 

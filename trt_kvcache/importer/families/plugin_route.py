@@ -45,7 +45,7 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.lower.body import parse
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
-from trt_kvcache.importer.rewrite.cache_updates import first_rows
+from trt_kvcache.importer.rewrite import first_rows
 from trt_kvcache.importer.simplify import OPSET
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
 

@@ -1,4 +1,14 @@
-"""Checks that a graph follows those rules of ONNX that the importer needs, without reading weights.
+"""Repairs what some tools write, and checks that a graph follows those rules of ONNX that the importer needs.
+
+Weights are not read. `repair` repairs models that break rules of ONNX, or that ONNX Runtime cannot load later:
+
+    nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
+    the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
+    no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
+    shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which becomes an initializer
+    values that are stated twice    ONNX Runtime's float16 converter lists outputs again, as values without shapes
+    names of saved Casts            ONNX Runtime's optimizer saves the Casts that it adds. When it loads the model, it
+                                    adds Casts of the same names: "Duplicate definition of name" (1.32)
 
 `drop_defaults` removes default values of inputs (initializers with the name of an input), so that positions or a past
 do not become constants. Old exporters list all weights as inputs, too; weights stay constants.
@@ -7,16 +17,18 @@ do not become constants. Old exporters list all weights as inputs, too; weights 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.interface.role_patterns import NamePattern, shipped_patterns
+from trt_kvcache.importer.interface import NamePattern, shipped_patterns
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,
@@ -30,6 +42,7 @@ from trt_kvcache.importer.protos import (
     is_op,
     iter_scopes,
     iter_tensors,
+    names_read,
     nested_scopes,
     opset_version,
     replace_field,
@@ -71,6 +84,76 @@ _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceErro
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
 """Matches messages of ONNX's shape inference: operator, node, rule."""
+_CONTRIB = "com.microsoft"
+_LONG = "ai.onnx"
+_CASTS = "InsertedPrecisionFreeCast_"
+
+
+def repair(model: ModelProto) -> None:
+    """Repair, in place, the order of nodes, names of domains and Casts, and wrong or repeated shapes."""
+    _unalias(model)
+    for scope in iter_scopes(model):
+        _sort(scope)
+        _unstate(scope)
+    used = {node.domain for scope in iter_scopes(model) for node in scope.node}
+    if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain=_CONTRIB, version=1)
+    _rename_casts(model.graph)
+
+
+def _unalias(model: ModelProto) -> None:
+    """Replace the domain "ai.onnx" with "", ONNX's own name, unless a model imports both in different versions."""
+    for owner in (model, *model.functions):
+        versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
+        if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
+            continue
+        others = [entry for entry in owner.opset_import if entry.domain not in DEFAULT_DOMAINS]
+        replace_field(owner.opset_import, [OperatorSetIdProto(domain="", version=versions.pop()), *others])
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            if node.domain == _LONG:
+                node.domain = ""
+
+
+def _rename_casts(graph: GraphProto) -> None:
+    """Rename inner tensors, in place, if their names begin like those that ONNX Runtime gives to Casts that it adds."""
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+
+    def other(name: str) -> str:
+        return f"trt_kvcache/{name}" if str(name).startswith(_CASTS) and name not in fixed else name
+
+    for scope in nested_scopes(graph):
+        for node in scope.node:
+            for names in (node.input, node.output):
+                if any(other(name) != name for name in names):
+                    names[:] = [other(name) for name in names]
+        if isinstance(scope, GraphProto):
+            for value in (*scope.initializer, *scope.value_info, *scope.input, *scope.output):
+                if other(value.name) != value.name:
+                    value.name = other(value.name)
+
+
+def _unstate(scope: Scope) -> None:
+    """Drop shapes of initializers, and shapes that are stated twice, in place. Shape inference restores them."""
+    is_graph = isinstance(scope, GraphProto)
+    known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
+    counts = Counter(value.name for value in scope.value_info)
+    stated = [value for value in scope.value_info if value.name not in known and counts[value.name] == 1]
+    if len(stated) < len(scope.value_info):
+        replace_field(scope.value_info, stated)
+
+
+def _sort(scope: Scope) -> None:
+    """Sort nodes topologically, in place. A graph with a cycle stays unchanged."""
+    makers = {name: index for index, node in reversed([*enumerate(scope.node)]) for name in node.output}
+    needs = {i: {makers[name] for name in names_read(n) if name in makers} for i, n in enumerate(scope.node)}
+    if all(max(before, default=-1) < index for index, before in needs.items()):
+        return
+    try:
+        order = [*TopologicalSorter(needs).static_order()]
+    except CycleError:
+        return
+    replace_field(scope.node, [scope.node[index] for index in order])
 
 
 def check_graph(model: ModelProto, source: str) -> None:

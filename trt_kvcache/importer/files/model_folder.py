@@ -1,8 +1,10 @@
-"""Finds the decoder in an export. Exporters write prefill and decoding to one, two or three files.
+"""Finds the decoder in an export, and the default capacity (rows) of caches whose length the model leaves open.
+
+Exporters write prefill and decoding to one, two or three files:
 
 decoder_model.onnx              only the first step: it has caches as outputs, and no past
 decoder_with_past_model.onnx    every step; with an empty past, also the first step: preferred
-decoder_model_merged.onnx       both, and an input that chooses one; see the family `tool_repairs`
+decoder_model_merged.onnx       both, and an input that chooses one; see the family `torch_exports`
 decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
 encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
                                 models whose outputs the decoder reads
@@ -10,25 +12,24 @@ encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.
 
 from __future__ import annotations
 
-import re
+from itertools import product
 from pathlib import Path
 
-from onnx import GraphProto
-
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
-from trt_kvcache.importer.recorded_options import was_rewritten
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.files import read_object
+from trt_kvcache.importer.plan_options import was_rewritten
 
 # Maps a file to the files that it replaces: those of optimum, then those of transformers' own exporter.
-_INSTEAD_OF = {
+INSTEAD_OF = {
     "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
     "decoder_model_merged.onnx": ("decoder_model.onnx",),
     "decode.onnx": ("prefill.onnx", "language_model.onnx", "lm_head.onnx"),
 }
 _BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
 _WANTED = "give the path of an .onnx file"
-_CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
-_CACHE_RANK = 4
+USUAL = 4096
+"""The largest default capacity in tokens; a shorter longest text of the model lowers it."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")
 
 
 def find_model(folder: Path) -> Path:
@@ -38,7 +39,7 @@ def find_model(folder: Path) -> Path:
         return find_model(folder / "decoder")
     if not files:
         raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
-    superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
+    superfluous = {name for better, others in INSTEAD_OF.items() if better in files for name in others}
     left = [p for name, p in files.items() if name not in superfluous and not name.startswith(_BEFORE)]
     if len(left) > 1:
         left = [p for p in left if not was_rewritten(p)] or left
@@ -52,17 +53,27 @@ def find_model(folder: Path) -> Path:
     )
 
 
-def check_takes_past(graph: GraphProto, path: Path) -> None:
-    """Raise `UnsupportedModelError` for an export of only the first step: caches are outputs, but not inputs."""
-    if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
-        return  # an input with more axes holds the caches of several layers
-    floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
-    presents = [v.name for v in floats if _CACHE_NAME.search(v.name)]
-    if len(presents) < 2:
-        return
-    better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
-    raise UnsupportedModelError(
-        f"{path}: has caches as outputs ('{presents[0]}' and {len(presents) - 1} more), but not as inputs, so it "
-        "computes only the first step; "
-        + (f"use {path.parent / better[0]}, which computes every step" if better else "export the decoder with past")
-    )
+def usual_capacity(folder: Path) -> int:
+    """Return the default capacity: the longest text of the model in this folder, in tokens, but at most 4096."""
+    longest = longest_text(folder)
+    return USUAL if longest is None else min(longest[0], USUAL)
+
+
+def longest_text(folder: Path) -> tuple[int, str] | None:
+    """Return how many tokens a text may have by the config files of `folder`, and which setting says so; else None.
+
+    The folder above is also searched if `folder` is named ``decoder`` (mobius-onnx).
+    """
+    texts: list[tuple[int, str]] = []
+    folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)
+    files = (("config.json", "text_config"), ("genai_config.json", "model"))
+    for place, (name, part) in product(folders, files):
+        try:
+            config = read_object(place / name)
+        except (OSError, ValueError):
+            continue
+        inner = config.get(part)
+        for settings in (config, inner if isinstance(inner, dict) else {}):
+            lengths = ((settings.get(key), key) for key in _LENGTHS)
+            texts += [(value, f"{key} in {name}") for value, key in lengths if type(value) is int and value > 0]
+    return min(texts, default=None)

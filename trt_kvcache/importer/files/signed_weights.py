@@ -17,10 +17,9 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.flipped import Flipped, flip
-from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
-from trt_kvcache.importer.weights import raw_bytes
+from trt_kvcache.importer.weights import held, raw_bytes
 
 _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, middle, mask of the highest bits in a byte
     onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +17,25 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 from trt_kvcache.arguments import as_path
-from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.files import is_text, stamp
 from trt_kvcache.importer import families
-from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults
-from trt_kvcache.importer.files.links import read_data
-from trt_kvcache.importer.files.model_folder import check_takes_past, find_model
-from trt_kvcache.importer.files.save import save_model
-from trt_kvcache.importer.interface.role_patterns import load_patterns
-from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
+from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults, repair
+from trt_kvcache.importer.files.model_folder import INSTEAD_OF, find_model
+from trt_kvcache.importer.interface import load_patterns
+from trt_kvcache.importer.protos import (
+    FLOATS,
+    byte_size,
+    elem_type_of,
+    is_op,
+    iter_scopes,
+    iter_tensors,
+    may_be_bias,
+    shape_of,
+    sliced_squares,
+)
+from trt_kvcache.importer.weights import read_data
 from trt_kvcache.model_paths import model_named
-
-__all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
 PROTOBUF_LIMIT = 2**31 - 1
 """Bytes. No protobuf library can encode or decode a longer message."""
@@ -40,6 +48,8 @@ _READ_LIMITS: dict[int, int] = {
 _CONSTANT_LIMIT = 1 << 20
 _BIAS_LIMIT = 1 << 28
 _AGAIN = "export or copy the model again"
+_CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
+_CACHE_RANK = 4
 _SAMPLE = 512
 _DIGITS = 20
 
@@ -114,11 +124,12 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     proto, own = _parse(path)
     check_text(proto, str(path))
     stamps = _check_tensor_data(proto, path)  # before other code, which may allocate memory for a stated shape
+    repair(proto)
     is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:
-        check_takes_past(proto.graph, path)
+        _check_takes_past(proto.graph, path)
     take_readable(proto, path.parent)
     return SourceModel(path.absolute(), proto, tuple(stamps), {path.absolute(): own, **stamps}, is_edited)
 
@@ -139,6 +150,22 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
         for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):
             if _is_external(tensor, max(_CONSTANT_LIMIT, _limit(tensor))):
                 read_data(tensor, folder)
+
+
+def _check_takes_past(graph: GraphProto, path: Path) -> None:
+    """Raise `UnsupportedModelError` for an export of only the first step: caches are outputs, but not inputs."""
+    if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
+        return  # an input with more axes holds the caches of several layers
+    floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
+    presents = [v.name for v in floats if _CACHE_NAME.search(v.name)]
+    if len(presents) < 2:
+        return
+    better = [name for name, others in INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
+    raise UnsupportedModelError(
+        f"{path}: has caches as outputs ('{presents[0]}' and {len(presents) - 1} more), but not as inputs, so it "
+        "computes only the first step; "
+        + (f"use {path.parent / better[0]}, which computes every step" if better else "export the decoder with past")
+    )
 
 
 def _is_external(tensor: TensorProto, most: int) -> bool:

@@ -28,8 +28,10 @@ from trt_kvcache.files import atomic_file, read_object
 from trt_kvcache.importer.cache_plan import PlanOptions
 from trt_kvcache.importer.files.source import SourceModel
 from trt_kvcache.importer.protos import byte_size, copied, dtype_name, iter_scopes, iter_tensors, sliced_squares
+from trt_kvcache.model_paths import REPORT
 
-_MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"
+_MODEL, _REPORT = REPORT
+_CONFIG = "config.json"
 _FEW = 16
 """Elements. Tensors of at most this size are settings, such as an epsilon, and no weights."""
 _TABLE = 1 << 14
@@ -136,14 +138,6 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (bool, int, float)) or name in _TEXTS:
             plain[name] = value
     return plain
-
-
-def is_report(path: Path) -> bool:
-    """Return True for a file that `pack` wrote."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return {_MODEL, _REPORT} <= set(archive.namelist())
 
 
 def recorded_options(path: Path) -> PlanOptions:

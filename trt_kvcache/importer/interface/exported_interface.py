@@ -10,8 +10,8 @@ import onnx
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import InterfaceChange, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
-from trt_kvcache.importer.interface import NOTHING, Known, find_roles
-from trt_kvcache.importer.interface.role_patterns import example
+from trt_kvcache.importer.interface import NOTHING, example, find_roles
+from trt_kvcache.importer.interface.role_evidence import Known
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 if TYPE_CHECKING:

@@ -227,8 +227,6 @@ def _check(call: Call) -> None:
         call.refuse(f"rotates '{call.name('x')}' {list(shape)}; the importer supports ranks 3 and 4", SHAPES)
 
 
-__all__ = ["lower"]
-
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 

@@ -41,7 +41,7 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.operators import PASSES, RESHAPES
-from trt_kvcache.importer.planning.rows_in_use import row_slices
+from trt_kvcache.importer.planning.cache_plans import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5

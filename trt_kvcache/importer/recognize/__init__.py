@@ -24,6 +24,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
+from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
@@ -46,9 +47,7 @@ from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.importer.steps.probe import Blueprint
 from trt_kvcache.importer.steps.runnable import open_types, runnable
-from trt_kvcache.importer.steps.sessions import RunError, open_session
-
-__all__ = ["Recognized", "recognize"]
+from trt_kvcache.importer.steps.sessions import open_session
 
 _MOST_STEPS = 12  # how often a region may become larger, by nodes before its inputs
 _PLACES = ((4, 2), (4, 1), (3, 1))  # (rank of a cache, axis of its rows)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.cpu import RunError, UnfusedSession
 from trt_kvcache.importer.cache_plan import OriginalRole
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.protos import INTEGERS, Array
@@ -26,7 +27,6 @@ from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample
 from trt_kvcache.importer.steps.original_interface import Feeds
 from trt_kvcache.importer.steps.runnable import open_types
-from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 _HIDES = -30000.0  # hides a key in an additive mask
 _MISFIT = re.compile(

@@ -26,12 +26,12 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.importer.check.hashed_graph import Graph
-from trt_kvcache.importer.check.symbolic_shapes import POINTS, terms
-from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import FLOATS, copied, part_of
 from trt_kvcache.importer.recognize.records import Cache, RecognizeError
 from trt_kvcache.importer.recognize.sample_steps import Samples
+from trt_kvcache.importer.steps.probe import POINTS, terms
 from trt_kvcache.importer.steps.runnable import runnable
+from trt_kvcache.importer.weights import held
 
 _PASTS = (6, 8)  # past tokens of two steps; no sum with them equals a product of batch and new tokens
 _MOST = 1 << 22  # the most numbers that a region's constants may have

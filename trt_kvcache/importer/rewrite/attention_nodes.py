@@ -39,8 +39,24 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import AttentionKind, AttentionPlan, CachePlan, Mask
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims, elem_type, is_op, producer, small_constant
 from trt_kvcache.importer.planning.attention_plans import AttentionFacts, read_attention, sequence_source, whole_query
-from trt_kvcache.importer.planning.rows_in_use import cut_rows, end_with, row_slices
-from trt_kvcache.importer.rewrite.cache_updates import CacheView
+from trt_kvcache.importer.planning.cache_plans import cut_rows, end_with, row_slices
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """A cache in its physical shape, and the shape that readers expect. Readers can slice the cache before a Reshape.
+
+    Attributes:
+        present: the updated cache in its physical shape.
+        axis: the sequence axis of the physical shape.
+        logical: the shape input of a Reshape of any number of rows to the logical shape; None if both are equal.
+        logical_axis: the sequence axis of the logical shape.
+    """
+
+    present: gs.Variable
+    axis: int
+    logical: tuple[int, ...] | None
+    logical_axis: int
 
 
 def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views: dict[str, CacheView]) -> None:

@@ -3,9 +3,8 @@
 drawn_inputs        defines steps, finds which steps a model allows, and draws values for inputs except caches
 cache_contents      values for the caches of a step, with garbage in rows without a token
 original_interface  translates a step of the rewritten model for the original model
-later_tokens        finds models whose tokens see later tokens of their step
-probe               evaluates types, shapes and values of tensors in one step, with ONNX's own functions
+probe               evaluates types, shapes and values of tensors in one step, with ONNX's own functions; shapes as
+                    products of batch and new tokens
 runnable            converts models to operators and types that ONNX Runtime supports
-element_types       finds and replaces the element types that a model declares
 sessions            runs a model on the CPU
 """

@@ -19,8 +19,8 @@ from trt_kvcache.importer.cache_plan import (
     TensorRole,
     UpdateMode,
 )
+from trt_kvcache.importer.interface import IndexLimits
 from trt_kvcache.importer.interface.role_evidence import place_positions
-from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import numpy_dtype, size_of
 from trt_kvcache.input_values import (

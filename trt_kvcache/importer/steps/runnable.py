@@ -1,18 +1,17 @@
-"""Converts models to operators and types that run on the CPU. Functions never change their argument."""
+"""Converts models to operators and types that run on the CPU. Only `state_type` changes its argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from trt_kvcache.dtypes import PLAIN
 from trt_kvcache.importer.cache_plan import CachePlan
 from trt_kvcache.importer.protos import copied, is_op, iter_scopes, iter_tensors, replace_field
-from trt_kvcache.importer.steps.element_types import all_types, state_type
 
 ACCURACY = "accuracy_level"
 _MOVED = (
@@ -181,3 +180,51 @@ def is_half(models: Iterable[ModelProto]) -> bool:
     """True if the models use float16 and no bfloat16, so that ONNX Runtime can run them in their own types."""
     types = {kind for model in models for kind in all_types(model)}
     return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
+
+
+_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type"})
+
+
+def all_types(model: ModelProto) -> set[int]:
+    """Return every element type in the model."""
+    declared = {kind.tensor_type.elem_type for kind in _declared(model)}
+    return declared | {t.data_type for t in iter_tensors(model)} | {a.i for a in _attributes(model)}
+
+
+def has_bfloat16(model: ModelProto) -> bool:
+    """True if a tensor, a declared value or an operator of the model is bfloat16."""
+    return TensorProto.BFLOAT16 in all_types(model)
+
+
+def state_type(model: ModelProto, old: Container[int], new: int) -> None:
+    """Replace the element types `old` with `new` in value infos and attributes. Tensors keep their types."""
+    for attribute in _attributes(model):
+        if attribute.i in old:
+            attribute.i = new
+    for kind in _declared(model):
+        if kind.tensor_type.elem_type in old:
+            kind.tensor_type.elem_type = new
+
+
+def _attributes(model: ModelProto) -> Iterator[AttributeProto]:
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            yield from (a for a in node.attribute if a.name in _ATTRIBUTES and a.type == AttributeProto.INT)
+
+
+def _declared(model: ModelProto) -> Iterator[TypeProto]:
+    for scope in iter_scopes(model):
+        values = [*scope.value_info, *([*scope.input, *scope.output] if isinstance(scope, GraphProto) else ())]
+        for value in values:
+            yield from _nested(value.type)
+        for node in scope.node:
+            for attribute in node.attribute:
+                if attribute.HasField("tp"):
+                    yield from _nested(attribute.tp)
+
+
+def _nested(kind: TypeProto) -> Iterator[TypeProto]:
+    yield kind
+    for field in ("sequence_type", "optional_type"):
+        if kind.HasField(field):
+            yield from _nested(getattr(kind, field).elem_type)

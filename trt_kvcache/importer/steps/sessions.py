@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -11,12 +14,17 @@ import onnx
 from trt_kvcache.cpu import RunError, UnfusedSession, one_line
 from trt_kvcache.importer.protos import Array
 
-__all__ = ["ModelSession", "ReferenceSession", "RunError", "UnfusedSession", "open_session"]
-
 _REFERENCE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
+
+ROUNDING = "ORT_QMOE_CPU_QNBIT_GEMM"
+"""Environment variable that sets the type in which ONNX Runtime's QMoE kernel computes."""
+
+_lock = Lock()
+_before: list[str | None] = []
+"""One entry for each caller inside `exact_experts`. The first entry is the original value of the variable."""
 
 
 class ModelSession(Protocol):
@@ -82,3 +90,24 @@ def open_session(
             raise error from None
         return evaluator
     return session
+
+
+@contextmanager
+def exact_experts() -> Iterator[None]:
+    """Within the ``with`` block, open sessions in which ONNX Runtime's QMoE keeps activations in float32.
+
+    Otherwise ONNX Runtime 1.31.1 rounds activations to 8 bits: always if blocks of weights have 8 bits; with 4 bits,
+    only if the node's ``accuracy_level`` requests it. An environment variable overrides this.
+    """
+    with _lock:
+        _before.append(os.environ.get(ROUNDING) if not _before else None)
+        os.environ[ROUNDING] = "fp32"
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _before.pop()
+            if not _before:  # no other caller is inside this context
+                del os.environ[ROUNDING]
+                if before is not None:
+                    os.environ[ROUNDING] = before

@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from trt_kvcache.cpu import ORT_ERRORS, cpu_session, one_line, quiet_run
 from trt_kvcache.errors import SessionError, UnsupportedModelError
-from trt_kvcache.importer.files.links import for_session
+from trt_kvcache.importer.weights import for_session
 from trt_kvcache.native import Endable
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -36,7 +36,7 @@ from trt_kvcache.importer.prepare import attach_weights, detach_weights
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
 from trt_kvcache.importer.protos import is_op as is_proto_op
 from trt_kvcache.importer.simplify import infer_shapes
-from trt_kvcache.importer.steps.element_types import has_bfloat16, state_type
+from trt_kvcache.importer.steps.runnable import has_bfloat16, state_type
 from trt_kvcache.importer.weights import reinterpret
 
 DOMAIN = "com.microsoft"

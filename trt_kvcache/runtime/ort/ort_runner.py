@@ -18,9 +18,9 @@ from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_caches
 from trt_kvcache.importer.cache_plan import CacheDtype, CachePlan, PlanOptions, Role
-from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.interface import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.steps.sessions import exact_experts
 from trt_kvcache.machine import allow_memory, memory, shortage
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers

@@ -38,8 +38,6 @@ from trt_kvcache.importer.protos import FLOATS, constants_of, dtype_name, is_op,
 from trt_kvcache.importer.simplify import infer_shapes
 from trt_kvcache.lora import FUSED, list_names, module_key
 
-__all__ = ["add_adapters"]
-
 
 @dataclass(frozen=True)
 class _Match:

@@ -15,7 +15,7 @@ import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.cache_plan import TensorRole
-from trt_kvcache.importer.families.tool_repairs import take_first_branch as take_first_branch
+from trt_kvcache.importer.families.torch_exports import take_first_branch as take_first_branch
 from trt_kvcache.importer.protos import names_read, replace_field
 from trt_kvcache.importer.simplify import drop_dead
 

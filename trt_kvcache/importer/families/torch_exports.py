@@ -1,131 +1,49 @@
-"""Repairs models that some tools write: they break rules of ONNX, or ONNX Runtime cannot load them later.
+"""Edits forms that torch.onnx and optimum write: merged steps, slices that are assigned to, and ``logits_to_keep``.
 
-    nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
-    the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
-    no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
-    shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which becomes an initializer
-    values that are stated twice    ONNX Runtime's float16 converter lists outputs again, as values without shapes
-    names of saved Casts            ONNX Runtime's optimizer saves the Casts that it adds. When it loads the model, it
-                                    adds Casts of the same names: "Duplicate definition of name" (1.32)
-    two steps in one model          optimum merges the first step and all later steps
-    slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
-
-Merged exports: with a past of no tokens, the branch with a past (the one that reads caches: inputs of rank 4) also
-computes the first step. So the condition becomes a constant, and inputs and outputs that only the other branch needs
-disappear, such as keys and values of an encoder.
+optimum merges the first step and all later steps. With a past of no tokens, the branch with a past (the one that reads
+caches: inputs of rank 4) also computes the first step. So the condition becomes a constant, and inputs and outputs that
+only the other branch needs disappear, such as keys and values of an encoder.
 
     use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
 
-Assignments to slices (``k[..., :16] = a; k[..., 16:] = b``, as in transformers' latent attention) become one Concat if
-the parts cover the whole tensor:
+torch.onnx writes parts of keys into a tensor of zeros, with ScatterND (``k[..., :16] = a; k[..., 16:] = b``, as in
+transformers' latent attention). The assignments become one Concat if the parts cover the whole tensor:
 
     zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
         ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
+
+``logits_to_keep`` says for how many last positions to return logits. It becomes 0 (in transformers: all positions). The
+rewrite adds its own input (`LogitsSpan`), because TensorRT cannot build a shape that depends on an input's values:
+
+    logits_to_keep -- Neg --.
+    hidden states ------- Slice(.., -K, end) -- MatMul -- logits [B, K, V]
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.cache_plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.families import Finish
 from trt_kvcache.importer.interface.exported_interface import in_words
 from trt_kvcache.importer.protos import (
-    DEFAULT_DOMAINS,
     FLOATS,
-    Scope,
     captured_names,
+    constants_of,
     copied,
     dtype_name,
     elem_type_of,
     is_op,
-    iter_scopes,
-    names_read,
-    nested_scopes,
     replace_field,
     shape_of,
 )
-from trt_kvcache.importer.simplify import take_branches
-
-_CONTRIB = "com.microsoft"
-_LONG = "ai.onnx"
-_CASTS = "InsertedPrecisionFreeCast_"
-
-
-def read(model: ModelProto) -> None:
-    """Repair, in place, the order of nodes, names of domains and Casts, and wrong or repeated shapes."""
-    _unalias(model)
-    for scope in iter_scopes(model):
-        _sort(scope)
-        _unstate(scope)
-    used = {node.domain for scope in iter_scopes(model) for node in scope.node}
-    if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
-        model.opset_import.add(domain=_CONTRIB, version=1)
-    _rename_casts(model.graph)
-
-
-def _unalias(model: ModelProto) -> None:
-    """Replace the domain "ai.onnx" with "", ONNX's own name, unless a model imports both in different versions."""
-    for owner in (model, *model.functions):
-        versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
-        if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
-            continue
-        others = [entry for entry in owner.opset_import if entry.domain not in DEFAULT_DOMAINS]
-        replace_field(owner.opset_import, [OperatorSetIdProto(domain="", version=versions.pop()), *others])
-    for scope in iter_scopes(model):
-        for node in scope.node:
-            if node.domain == _LONG:
-                node.domain = ""
-
-
-def _rename_casts(graph: GraphProto) -> None:
-    """Rename inner tensors, in place, if their names begin like those that ONNX Runtime gives to Casts that it adds."""
-    fixed = {value.name for value in (*graph.input, *graph.output)}
-
-    def other(name: str) -> str:
-        return f"trt_kvcache/{name}" if str(name).startswith(_CASTS) and name not in fixed else name
-
-    for scope in nested_scopes(graph):
-        for node in scope.node:
-            for names in (node.input, node.output):
-                if any(other(name) != name for name in names):
-                    names[:] = [other(name) for name in names]
-        if isinstance(scope, GraphProto):
-            for value in (*scope.initializer, *scope.value_info, *scope.input, *scope.output):
-                if other(value.name) != value.name:
-                    value.name = other(value.name)
-
-
-def _unstate(scope: Scope) -> None:
-    """Drop shapes of initializers, and shapes that are stated twice, in place. Shape inference restores them."""
-    is_graph = isinstance(scope, GraphProto)
-    known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
-    counts = Counter(value.name for value in scope.value_info)
-    stated = [value for value in scope.value_info if value.name not in known and counts[value.name] == 1]
-    if len(stated) < len(scope.value_info):
-        replace_field(scope.value_info, stated)
-
-
-def _sort(scope: Scope) -> None:
-    """Sort nodes topologically, in place. A graph with a cycle stays unchanged."""
-    makers = {name: index for index, node in reversed([*enumerate(scope.node)]) for name in node.output}
-    needs = {i: {makers[name] for name in names_read(n) if name in makers} for i, n in enumerate(scope.node)}
-    if all(max(before, default=-1) < index for index, before in needs.items()):
-        return
-    try:
-        order = [*TopologicalSorter(needs).static_order()]
-    except CycleError:
-        return
-    replace_field(scope.node, [scope.node[index] for index in order])
-
+from trt_kvcache.importer.simplify import simplify, take_branches
 
 _CACHE_RANK = 4
 _FIRST_ONLY = "only the branch without a past computes it; to get it, run the original export once"
@@ -258,3 +176,50 @@ def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[st
             return []
         current = makers.get(current.input[0])
     return parts if current is not None else []
+
+
+_END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least this
+
+
+def drop_kept_logits(model: ModelProto) -> tuple[ModelProto, Finish | None]:
+    """Replace the input ``logits_to_keep`` with the constant 0 (all positions). Drop Slices that then cut nothing."""
+    edited = copied(model)
+    graph = edited.graph
+    value = next(v for v in graph.input if v.name.endswith("logits_to_keep"))
+    shape = tuple(shape_of(value) or ())
+    if shape not in ((), (1,)):
+        return model, None
+    replace_field(graph.input, [v for v in graph.input if v.name != value.name])
+    graph.initializer.append(helper.make_tensor(value.name, elem_type_of(value), shape, [0]))
+    edited, _ = simplify(edited)
+    constants = constants_of(edited.graph)
+    slices = [n for n in edited.graph.node if is_op(n, "Slice") and _takes_all(n, constants)]
+    for node in slices:
+        node.op_type = "Identity"
+        del node.input[1:]
+    if not slices:
+        return model, None
+    exported = OriginalTensor(
+        value.name, "input", OriginalRole.OTHER, dtype_name(elem_type_of(value)), shape, ("",) * len(shape)
+    )
+    return edited, partial(_with_all_logits, exported)
+
+
+def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
+    bounds = [
+        numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[1:3], *node.input[4:])
+    ]
+    wanted = ((0, 0), (_END, np.inf), (1, 1))
+    return all(b is not None and bool(((b >= low) & (b <= high)).all())
+               for b, (low, high) in zip(bounds, wanted, strict=False))  # fmt: skip
+
+
+def _with_all_logits(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
+    old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
+    why = (
+        f"the length of {plan.logits_span.name} replaces it"
+        if plan.logits_span is not None
+        else "the model returns all logits"
+    )
+    change = InterfaceChange("input", old, "", why)
+    return replace(plan, original=(exported, *plan.original), changes=(*plan.changes, change))
