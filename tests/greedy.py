@@ -15,14 +15,10 @@ _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 def greedy(model: Path | onnx.ModelProto, prompt: Sequence[int], count: int, **more: Make) -> list[int]:
-    """The tokens after a prompt that comes in one step.
+    """`count` tokens after a prompt that comes in one step. `more`: values of the model's other inputs.
 
-    Args:
-        model: with the inputs ``input_ids`` and pasts that start with ``past``, the presents at the same places among
-            the outputs, and ``logits``.
-        prompt: token ids.
-        count: of new tokens.
-        more: values of the other inputs.
+    The model has the inputs ``input_ids`` and pasts that start with ``past``, the presents at the same places among the
+    outputs, and ``logits``.
     """
     data = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
