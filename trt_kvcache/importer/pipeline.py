@@ -84,7 +84,7 @@ def import_unchecked(
     """Plan and rewrite a model in memory, and return while the check still runs.
 
     The caller must not publish the model, or anything made from it, until the future ends without an error. The future
-    returns facts for the plan, or raises the errors of `import_model`. This function raises those of `plan_model`.
+    returns facts for the plan, or raises the errors of `import_model`. This function raises errors as `plan_model`.
     `default_capacity` is used if neither the options nor the model give a capacity; None: `usual_capacity`.
     """
     source = _load(model, options)

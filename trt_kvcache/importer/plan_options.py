@@ -42,7 +42,7 @@ class Fallback(str, Enum):
     """The option ``--fallback``: how to write updates that TensorRT's own layer does not support."""
 
     AUTO = "auto"
-    """`Route.PLUGIN` on TensorRT; on TensorRT for RTX, which has no plugins, `CONTRACT` if possible, or `FUNCTIONAL`."""
+    """`Route.PLUGIN` on TensorRT. On TensorRT for RTX (no plugins), `CONTRACT` if possible, otherwise `FUNCTIONAL`."""
     CONTRACT = "contract"
     """By TensorRT's own layer, at the write index modulo capacity. No update may cross the end of a circular cache."""
     FUNCTIONAL = "functional"

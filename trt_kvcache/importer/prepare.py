@@ -172,7 +172,7 @@ def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Replace symbols such as ``"2"`` with numbers, because TensorRT would treat these sizes as dynamic."""
+    """Replace symbols such as ``"2"`` with numbers, in place, because TensorRT would treat such sizes as dynamic."""
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())
@@ -223,9 +223,9 @@ def normalize(
 ) -> tuple[onnx.ModelProto, Findings | None]:
     """Return the model with caches as TensorScatter, and `Findings`; the same model and None if nothing changes.
 
-    `model` has no functions, but named nodes, and is not changed; `weights` are its detached weights. `usual` is the
-    capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported
-    cache or attention, and `OptionError` if the capacity contradicts the model.
+    `model` has no functions, but named nodes, and is not changed; `weights` are the tensors for its placeholders.
+    `usual` is the capacity if neither the options nor the model give one. Raises `UnsupportedModelError` for an
+    unsupported cache or attention, and `OptionError` if the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
         return slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)

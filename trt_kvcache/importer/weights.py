@@ -92,7 +92,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """Return the model with paths of external data without links, and the folder to which the paths are relative."""
+    """Return a model and a folder that really contains all of its external data, even if `folder` has links to them."""
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
         return model, folder
