@@ -236,8 +236,8 @@ def emit_visible(
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
     """Emit a float32 bias ``[B, H, S, L]`` by the distance of query and key. Layers with the same `bias` share it.
 
-    `bias` is float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``. `positions` are those of the new
-    tokens, int64 ``[B, S]``. The rewrite later slices the result to the cache rows in use.
+    `bias` is float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``. `positions` of the new tokens are
+    int64 ``[B, S]``. The rewrite later slices the result to the cache rows in use.
     """
     rows = len(bias)
 
@@ -318,7 +318,7 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts for the plan about a model that was brought into canonical form.
+    """Facts for the plan about a model in canonical form: TensorScatter updates caches, and Attention reads them.
 
     Attributes:
         written: cache outputs of the canonical form; empty if the model did not change.

@@ -35,12 +35,12 @@ class MixedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """A tensor that is computed from caches, and whose rows each depend on one cache row only.
+    """A tensor computed from caches. Each of its rows depends only on one cache row.
 
     Attributes:
         axes: the axis of the batch, and the axis of the cache rows.
         caches: the caches from which the tensor is computed.
-        node: the node whose output the tensor is; None if the tensor is a cache.
+        node: the node that computes the tensor; None if the tensor is a cache.
         shape: the shape to give to a Reshape or Expand, with 0 and -1 as in Reshape; None for other nodes.
     """
 
@@ -52,7 +52,7 @@ class RowFunction:
 
 
 class Computed:
-    """Emits keys and values that are computed from canonical caches of a sorted graph."""
+    """Emits keys and values that a sorted graph computes from `caches`, after TensorScatter updates these."""
 
     def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
         self._broken = ""

@@ -55,8 +55,8 @@ _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
     """Compute positions from write indices. Return True if the model itself computes positions from a step's tokens.
 
-    The graph has canonical caches and attention, and no dead nodes. Raises `UnsupportedModelError` if a node uses the
-    length of the past for something else than positions.
+    The graph has TensorScatter, Attention, and no dead nodes. Raises `UnsupportedModelError` if a node uses the length
+    of the past for something else than positions.
     """
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
