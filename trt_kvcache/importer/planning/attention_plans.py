@@ -81,7 +81,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans Attention nodes one after the other. Nodes share equal masks, span inputs and warnings."""
+    """Plans Attention nodes one after the other. Nodes share equal masks, span inputs (`SpanInput`) and warnings."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -255,7 +255,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Return the tensor of which an Attention's Q is a view, or a slice of positions (not of heads)."""
+    """Return an Attention's Q as it is before views, and before slices of positions (but not of heads)."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
