@@ -116,11 +116,11 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
 def drawn_contents(
     cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Draw the contents of a cache before a step: random rows for tokens, and garbage or 0 in rows without a token.
+    """Draw the contents of a cache before a step: random rows for tokens; elsewhere, arbitrary numbers or 0.
 
     Numbers are drawn once for each `seed`; each step takes a slice that begins at `shift`. A state without history
     holds zeros. `histories` are the tokens written so far in each batch row; circular caches keep the newest. `garbage`
-    is the magnitude of the garbage, with random signs (integers take any value), or 0 for zeros. It is finite, because
+    is the magnitude of arbitrary numbers, with random signs (integers take any value), or 0. It is finite, because
     ONNX's own Attention returns NaN for a masked NaN. The result is float32 for bfloat16 and, if `wide`, float16.
     """
     dtype = cache.role.dtype
@@ -162,7 +162,7 @@ def all_contents(
 
 @lru_cache(maxsize=32)
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
-    """Return random cache rows: plausible numbers if `garbage` is 0, otherwise numbers as large as `garbage`."""
+    """Return random cache rows: numbers from -1 to 1 if `garbage` is 0, otherwise numbers as large as `garbage`."""
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)

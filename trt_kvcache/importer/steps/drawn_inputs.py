@@ -60,11 +60,11 @@ class Limits:
 
     Attributes:
         batch: number of rows of the batch.
-        length: the fixed number of tokens of an update, or None.
+        length: the fixed number of tokens of an update; None: not fixed.
         longest: the largest number of tokens of an update.
-        linear: capacity of the shortest linear cache, or None.
+        linear: capacity of the shortest linear cache; None: no linear cache.
         circular: capacities of the circular caches.
-        no_straddle: capacities of the circular caches in which an update must not cross the end of the ring.
+        no_straddle: capacities of the circular caches in which no update may cross the end.
         indexed: True if steps write at write indices; if False, they always write from row 0 on.
         ragged: True if the sequences of a batch may have different lengths.
         lengths: True if the model has an input for valid lengths.

@@ -52,7 +52,7 @@ def _edited(
 
 
 def rounds(node: NodeProto) -> bool:
-    """True for MatMulNBits and QMoE nodes whose activations ONNX Runtime may round to 8 bits (see `exact_experts`)."""
+    """True if ONNX Runtime may round a node's activations to 8 bits (MatMulNBits, QMoE); see `exact_experts`."""
     return node.op_type == "QMoE" or (
         node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
     )
