@@ -34,7 +34,7 @@ _BLOCK = 1 << 25  # bytes read at a time
 def save_model(
     proto: ModelProto, output: str | os.PathLike[str], source: SourceModel, flipped: Sequence[Flipped] = ()
 ) -> None:
-    """Write a model that was made from `source`, whose files are never changed; an existing `output` is replaced.
+    """Write a model that was made from `source`. Replace an existing `output`, but never change files of `source`.
 
     In the folder of the source, references to external data stay the same. Otherwise the data files are copied; an
     existing file with the same content is kept. Weights in `flipped` are written to ``<output>.signed``, and `proto`
