@@ -185,7 +185,7 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
 
 
 def _by_value(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors whose values affect the outputs, without tensors whose shape alone affects them."""
+    """Return the tensors that affect the outputs by their values, not only by their shapes."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
