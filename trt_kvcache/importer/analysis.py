@@ -5,8 +5,8 @@ Logits are computed only for the last positions of a step, with a Slice before t
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
-A prefill needs only the logits of one position. Logits of all positions would take 7 to 60 % of all multiplications
-(by number of weights), and gigabytes. If operators after the Slice are unknown here, the model computes all logits.
+A prefill needs only the logits of one position. Logits of all positions would take 7 to 60 % of all multiplications,
+and gigabytes. If this module does not know an operator after the Slice, the model computes all logits.
 
 If tokens see later tokens of their step, the result of a prompt changes when the prompt is split:
 
@@ -14,7 +14,7 @@ If tokens see later tokens of their step, the result of a prompt changes when th
     no mask     query i sees all keys of its step              the whole prompt must be in one step
     a prefix    every query sees the first N tokens            the first N tokens must be in one step
 
-The plan describes most masks. If the graph computes a mask itself, this module computes it in two steps.
+The plan describes most masks. If the graph computes a mask itself, this module evaluates it for two sample steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _WHOLE = (
 
 
 def analyze(prepared: Prepared, graph: gs.Graph, path: Path) -> CachePlan:
-    """Return the plan of a prepared model: caches, attention, spans, and the role of every input and output."""
+    """Return the plan of a prepared model: its caches, its attentions, and the role of every input and output."""
     model, options, findings = prepared.model, prepared.options, prepared.findings
     if options.target is Target.TENSORRT_RTX:
         _check_operators(model)
@@ -145,7 +145,7 @@ def _check_operators(model: ModelProto) -> None:
 
 
 def _short_tables(model: ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about position tables with fewer rows than the caches: later positions read the last row."""
+    """Return a warning for each table of positions that has fewer rows than the caches hold tokens."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -179,7 +179,7 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
-    """Describe the first sign of a cache whose update is not supported; empty if there is none."""
+    """Name the first node that seems to update a cache in an unsupported way; empty if there is none."""
     for node in (n for n in graph.nodes if is_op(n, "Concat", "ScatterND", "ScatterElements")):
         past = node.inputs[0]
         while (maker := producer(past)) is not None and is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
@@ -190,7 +190,7 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """Describe the first operator that may contain a cache or a decoder, or is not in ONNX; empty if there is none."""
+    """Name the first node that may contain a cache or a decoder, or is not in ONNX; empty if there is none."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
             contents = "its own cache, if there is one"
@@ -260,7 +260,7 @@ _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def _plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """Return the plan of the logits span (tensor to cut to the last positions), or None and the reason."""
+    """Plan which tensor to cut to the last positions, so that other logits are not computed; or None and the reason."""
     logits = _single(roles, Role.LOGITS, "output")
     tokens = _single(roles, Role.TOKENS, "input")
     if options.logits is LogitPositions.ALL or logits is None or not _has_many_logits(logits, tokens):
@@ -284,7 +284,7 @@ def _single(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | No
 
 
 def _has_many_logits(logits: TensorRole, tokens: TensorRole | None) -> bool:
-    """True if the model returns logits for every token of a step, and a step may have several tokens."""
+    """True if a step may have several tokens, and the model returns logits for each of them."""
     if "tokens" in logits.axes:
         return True
     if len(logits.shape) != 3 or tokens is None or len(tokens.shape) < 2:
@@ -293,19 +293,17 @@ def _has_many_logits(logits: TensorRole, tokens: TensorRole | None) -> bool:
 
 
 def _role_of(span: LogitsSpan) -> TensorRole:
-    """Return the plan entry for the added input whose length is the number of positions with logits."""
     return TensorRole(span.name, "input", Role.SPAN, "int64", (span.symbol,), "added", ("kept",))
 
 
 def _with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """Return the role of an output. In the rewritten model, `logits_span` sets the number of logits positions."""
+    """Return a role in the rewritten model, where logits ``[B, S, V]`` become ``[B, K, V]``, with K set by `span`."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))
 
 
 def _change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
-    """Return the entry of the plan's `changes` for the logits. `role` describes the exported logits."""
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
@@ -314,7 +312,7 @@ def _change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
 
 
 def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Return the input ``[B, S, H]`` of the last MatMul with a weight, and the nodes from there to the logits."""
+    """Return the tensor ``[B, S, H]`` to cut before the last MatMul with a weight, and its readers; None if unknown."""
     sources = inputs_behind(graph)
 
     def is_fixed(tensor: gs.Tensor) -> bool:
@@ -356,7 +354,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """If an operator that treats each position alone (such as a norm) made `start`, return its input, to slice this."""
+    """Return the input of the node that makes `start`, and this node, if it mixes no positions (a norm); else None."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or {*map(id, start.outputs)} != {*map(id, readers)}:
         return None
@@ -368,7 +366,7 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node after the Slice surely computes each position separately; `fixed` are its constant inputs."""
+    """True if a node certainly computes each position (axis 1) separately; `fixed` are its constant inputs."""
     if is_op(node, *_ELEMENTWISE):  # constants must not have different numbers for different positions
         rank = len(dims(node.outputs[0]) or ())
         shapes = [() if t.is_empty() else dims(t) for t in fixed]
@@ -395,7 +393,7 @@ _HIDDEN = -15.0  # a score counts as hidden if a mask adds this or less; float m
 
 
 def _see_later_tokens(model: ModelProto, plan: CachePlan) -> bool:
-    """True if the model (canonical, with inferred shapes) lets a query see a later token of the same step."""
+    """True if a query may see a later token of the same step. `model` must have inferred shapes."""
     lengths = {c.update_length for c in plan.caches if c.carried}
     if lengths <= {1}:
         return False
@@ -411,7 +409,7 @@ def _shows_later(model: ModelProto, plan: CachePlan, mask: Mask) -> bool:
         return True
     tensor = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
     if tensor is not None and tensor.role is Role.MASK:
-        # else the caller's mask can be causal, as in sessions
+        # if the mask has an axis of queries, the caller gives a causal mask, as sessions do
         return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))
     return any(_is_open(values, step) for step, values in _mask_values(model, plan, mask.mask))
 
@@ -427,7 +425,7 @@ def _is_open(values: Array, step: Step) -> bool:
 
 
 def _mask_values(model: ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
-    """Yield the values of a tensor in some steps. Yield nothing if these depend on weights or unknown operators."""
+    """Yield sample steps with a tensor's values in them; nothing if these depend on weights or unknown operators."""
     blueprint, limits = Blueprint(model, {}), index_limits(model, plan)
     caches = {c.role.name: c for c in find_caches(plan)}
     # In inputs without a role, such as token types, the value 1 may show tokens that the value 0 hides.
@@ -455,7 +453,7 @@ _SAME = ("Cast", "DequantizeLinear", "Identity")
 
 
 def weights_read(model: ModelProto) -> int:
-    """Return the bytes of weights that a step of one token reads. Of lookup tables, only the rows read count."""
+    """Return the bytes of weights that a step of one token reads. Of a lookup table, count only the rows it reads."""
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -487,7 +485,7 @@ def _share(
 
 
 def _rows(indices: str, makers: Mapping[str, NodeProto], constants: Mapping[str, TensorProto]) -> float:
-    """Return the number of table rows to read for a token: the count of the TopK behind `indices`, or 1."""
+    """Return how many table rows a token reads: k if a TopK computes `indices` (infinite if k is unknown), else 1."""
     pending, seen = [indices], {indices}
     while pending:
         node = makers.get(pending.pop())

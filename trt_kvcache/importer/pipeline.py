@@ -83,13 +83,13 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs.
 
-    Before the future ends without an error, the caller must not publish the model or anything made from it. The future
-    gives facts for the plan, or the error of `import_model`. Other errors are those of `plan_model`. `default_capacity`
-    is the capacity to use if neither the options nor the model give one; None: `usual_capacity`.
+    The caller must not publish the model, or anything made from it, until the future ends without an error. The future
+    returns facts for the plan, or raises the errors of `import_model`. This function raises errors as `plan_model`.
+    `default_capacity` is used if neither the options nor the model give a capacity; None: `usual_capacity`.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
-    checked, verdict = copied(rewritten), Future[Checked]()  # a small copy: weights are stand-ins
+    checked, verdict = copied(rewritten), Future[Checked]()  # a small copy: weights are placeholders
 
     def work() -> None:
         try:
@@ -112,8 +112,7 @@ def rewrite_model(
 
     Raises:
         ModelError, OptionError: as in `plan_model`.
-        UnsupportedModelError: TensorRT does not support the scales of quantized weights. `plan_model` does not read the
-            scales.
+        UnsupportedModelError: TensorRT does not support the scales of weights, which `plan_model` does not read.
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
@@ -142,7 +141,7 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Within the ``with`` block, turn a MemoryError into an error with the name and fixed sizes of the model."""
+    """Within the ``with`` block, turn a MemoryError into an `UnsupportedModelError` that names the model."""
     try:
         yield
     except MemoryError:
@@ -154,7 +153,7 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """Within the ``with`` block, make errors about the default capacity say that it is the default."""
+    """Within the ``with`` block, add to errors about the default capacity that it is the default."""
     try:
         yield
     except OptionError as error:
@@ -218,7 +217,7 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
     """Complete a rewritten model as the options say: add adapters, restore weights, quantize caches."""
     plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
-    take_readable(rewritten, source.path.parent)  # also loads tables that became integers, as load_source does
+    take_readable(rewritten, source.path.parent)  # as load_source, for tables that the rewrite made integers
     return quantize_caches(ImportedModel(source, plan, rewritten))
 
 
@@ -232,7 +231,7 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
-    """Return the model with quantized caches if its options request them; `plain`: for ONNX Runtime."""
+    """Quantize the caches if the plan's options request it. With `plain`, the model is for ONNX Runtime."""
     if imported.plan.options.cache_dtype is None:
         return imported
     light, weights = detach_weights(imported.model)
@@ -257,7 +256,7 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
         setattr(model, field, getattr(source, field))
     model.graph.doc_string = source.graph.doc_string
     replace_field(model.metadata_props, source.metadata_props)
-    del model.functions[:]  # only `define` adds functions, for cache updates that are not in ONNX
+    del model.functions[:]  # `define` then adds functions only for cache updates that ONNX lacks
     return families.define(model)
 
 

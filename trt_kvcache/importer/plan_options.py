@@ -1,8 +1,8 @@
 """Defines the options of a plan, such as target and capacity, and records them in a rewritten file.
 
 A rewritten file is made for TensorRT and other runtimes, and cannot be planned again. To get its plan, this package
-plans the source again with the options in the metadata. `verify` can compare both. This module imports neither ONNX nor
-TensorRT.
+plans the source again with the options in the metadata. `verify` can compare the file with its source. This module
+imports neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class Fallback(str, Enum):
     """The option ``--fallback``: how to write updates that TensorRT's own layer does not support."""
 
     AUTO = "auto"
-    """`Route.PLUGIN` on TensorRT. TensorRT for RTX has no plugins; there it means `CONTRACT` if that is possible, else
-    `FUNCTIONAL`."""
+    """`Route.PLUGIN` on TensorRT. On TensorRT for RTX (no plugins), `CONTRACT` if possible, otherwise `FUNCTIONAL`."""
     CONTRACT = "contract"
-    """Native, with a modulo on the write index. The caller must ensure that no update crosses the end of the ring."""
+    """By TensorRT's own layer, at the write index modulo capacity. No update may cross the end of a circular cache."""
     FUNCTIONAL = "functional"
-    """Plain operators: without a contract, but not in place."""
+    """By plain operators. Updates may cross the end of a circular cache, but each step writes the whole cache."""
 
 
 class Sliding(str, Enum):
@@ -234,8 +233,8 @@ class PlanOptions:
     lora_targets: Annotated[
         tuple[str, ...],
         Setting(
-            "Modules that adapters may change, by the last part of their names, such as q_proj,v_proj.",
-            "all: the linear modules of all layers.",
+            "Modules that adapters may change: the last part of each module's name, such as q_proj,v_proj.",
+            "all: every linear module in every layer.",
             metavar="NAME,...|all",
             unit="names of modules, such as q_proj and v_proj, or all",
             read=lambda text: text.split(","),
@@ -300,7 +299,7 @@ def _checked_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float
 
 
 _RECORD = "trt_kvcache.options"
-_TAIL = 1 << 16  # bytes
+_TAIL = 1 << 16  # bytes at the end of a file, which hold the metadata
 _KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored the plan
 
 
@@ -328,7 +327,7 @@ def was_rewritten(path: Path) -> bool:
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """Return the options in a rewritten model's metadata, but with the limits and name patterns of `options`."""
+    """Return the options recorded in a rewritten model, but `config`, `checkpoint` and check settings of `options`."""
     import msgspec
 
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)

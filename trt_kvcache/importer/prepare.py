@@ -64,9 +64,8 @@ class Prepared:
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
     """Copy a model, inline functions, write caches with TensorScatter, and fix capacity and shapes.
 
-    `usual` is the capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` if a
-    cache has an unsupported form, or is in a body of an If, Loop or Scan; and `OptionError` if the capacity contradicts
-    the model.
+    `usual` is the capacity if neither the options nor the model give one. Raises `UnsupportedModelError` if a cache has
+    an unsupported form, or is in a body of an If, Loop or Scan; `OptionError` if the capacity contradicts the model.
     """
     asked = options.capacity or usual
     if asked > _MOST_TOKENS:
@@ -86,7 +85,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
-    # `normalize` has already checked the capacity. Circular windows may be shorter.
+    # `normalize` has already checked the capacity. Circular caches may be shorter.
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
     findings = recognized or Findings()
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
@@ -99,7 +98,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
 
 
 def _writers(graph: onnx.GraphProto) -> dict[str, str]:
-    """Map tensors to the operators that compute them, skipping casts and operators that only change a layout."""
+    """Map each tensor to the operator that computes it, skipping casts and operators that only change a layout."""
     found: dict[str, str] = {}
     for node in graph.node:
         moves = node.op_type in ("Cast", "Identity", "Transpose", "Reshape")
@@ -115,7 +114,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
-    """Remove outputs that are also inputs, in place; otherwise TensorRT's parser would rename the inputs."""
+    """Remove outputs that are also inputs, because TensorRT's parser would rename the inputs. Return the changes."""
     inputs = {v.name for v in graph.input}
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:
@@ -154,7 +153,6 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
 
 
 def _stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return a tensor without data, as a placeholder for a tensor whose data are elsewhere."""
     empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     empty.data_location = onnx.TensorProto.EXTERNAL
     empty.external_data.add(key="location", value=STAND_IN)
@@ -174,7 +172,7 @@ def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Replace symbols such as ``"2"`` with numbers, because TensorRT would treat these sizes as dynamic."""
+    """Replace symbols such as ``"2"`` with numbers, in place, because TensorRT would treat such sizes as dynamic."""
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())
@@ -183,9 +181,8 @@ def fix_digit_dims(graph: onnx.GraphProto) -> None:
 def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fits: bool = False) -> int | None:
     """Give every cache a fixed length, in place, because TensorRT needs one.
 
-    The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the new length of caches whose length
-    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted`, unless
-    `fits` says that this was checked.
+    The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the length if it replaced a symbolic
+    length; else None. Raises `OptionError` if the model fixes another length than `wanted`, unless `fits`.
     """
     capacity = wanted or usual
     values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.output, *graph.input)}
@@ -224,11 +221,11 @@ def normalize(
     usual: int,
     folder: Path | None,
 ) -> tuple[onnx.ModelProto, Findings | None]:
-    """Return the model with caches in canonical form, and `Findings`; the same model and None if nothing changes.
+    """Return the model with caches as TensorScatter, and `Findings`; the same model and None if nothing changes.
 
-    `model` is flat, with named nodes, and is not changed; `weights` are its detached weights. `usual` is the capacity
-    to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported cache or
-    attention, and `OptionError` if the capacity contradicts the model.
+    `model` has no functions, but named nodes, and is not changed; `weights` are the tensors for its placeholders.
+    `usual` is the capacity if neither the options nor the model give one. Raises `UnsupportedModelError` for an
+    unsupported cache or attention, and `OptionError` if the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
         return slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)
@@ -237,7 +234,7 @@ def normalize(
 
 
 def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
-    """Edit the graph into canonical form, and remove operators that only the exported caches needed."""
+    """Write caches as TensorScatter, and attentions as Attention; remove operators that only the old caches needed."""
     graph, interface, samples = recognized.graph, recognized.interface, recognized.samples
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, recognized.caches[0].past, samples.capacity)

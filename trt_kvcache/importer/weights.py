@@ -1,8 +1,8 @@
-"""Reads weights, and gives their bytes another name, element type and shape; makes stand-ins (tensors without data).
+"""Reads weights, and gives their bytes another name, element type and shape.
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-External data and detached weights (`prepare.detach_weights`) are not copied for this; only references to them are.
+Only references are copied, not the bytes of external data or of weights that `prepare.detach_weights` took out.
 
 External data are read through links, which some libraries refuse; `load_source` has already checked the links. ONNX
 Runtime (1.31.1) reads data files of a model in memory only from one folder, but links of the Hugging Face cache lead
@@ -35,7 +35,7 @@ def storage(tensor: TensorProto) -> str | None:
 
 
 def detached(tensor: TensorProto, weights: Mapping[str, TensorProto]) -> TensorProto | None:
-    """Return the tensor whose placeholder this is, with the placeholder's type and shape; None for other tensors."""
+    """Return the weight that a placeholder replaces, in the placeholder's type and shape; None for other tensors."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
         return None
@@ -45,7 +45,7 @@ def detached(tensor: TensorProto, weights: Mapping[str, TensorProto]) -> TensorP
 
 
 def reinterpret(tensor: TensorProto, name: str, data_type: int, shape: Sequence[int]) -> TensorProto:
-    """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape."""
+    """Return a tensor with the bytes of `tensor`, but another type and shape; `ValueError` if the sizes differ."""
     view = TensorProto(name=name, data_type=data_type, dims=shape)
     if byte_size(view) != byte_size(tensor):
         raise ValueError(f"{byte_size(tensor)} bytes cannot be {list(shape)} of type {data_type}")
@@ -61,7 +61,7 @@ def reinterpret(tensor: TensorProto, name: str, data_type: int, shape: Sequence[
 
 
 def raw_bytes(tensor: TensorProto) -> bytes:
-    """Return the data of an inline tensor in ONNX's raw form. Some exporters store data in the typed fields."""
+    """Return an inline tensor's data as in ``raw_data``, even if it stores them in typed fields, such as float_data."""
     if tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)
     return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)
@@ -92,7 +92,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """Return a model whose external data have real paths, and a folder that contains all of them."""
+    """Return a model and a folder that really contains all of its external data, even if `folder` has links to them."""
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
         return model, folder

@@ -10,8 +10,7 @@
     output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
 
 mobius-onnx exports static caches in this standard ONNX form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html). Masks and biases replace what Attention's attributes cannot
-express.
+https://onnx.ai/onnx/operators/onnx__Attention.html). Masks and biases express what Attention's attributes cannot.
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ class Canonical:
         mode = "circular" if cache.circular or cache.shifted else "linear"
         past, present = cache.past, cache.present
         present.inputs.clear()
-        if elem_type(update) not in (None, 0, elem_type(past)):  # some converters keep a wider type only for the caches
+        if elem_type(update) not in (None, 0, elem_type(past)):  # caches may be wider than updates
             past.dtype = update.dtype
             for cast in (n for n in past.outputs if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
                 replace_uses(cast.outputs[0], past)
-        # replaces the symbol only here: other inputs may have the same symbol
+        # only this input gets the capacity: other inputs may have the same symbol for another size
         if not isinstance(past.shape[axis], int):
             past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
         present.shape, present.dtype = past.shape, past.dtype
@@ -148,7 +147,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Multiply an attention's result by the keys' (not sinks') share of the softmax. Return Attention's outputs."""
+        """Multiply attention's result by the share of softmax that sinks leave to keys. Return Attention's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -201,8 +200,9 @@ def emit_visible(
 ) -> gs.Variable:
     """Emit a bool mask ``[B, 1, S, R]`` of the rows of a circular cache (ring) that each query sees.
 
-    `write_indices` ``[B]`` are the tokens before the step. `lengths` ``[B]`` are 0 for batch rows without tokens in
-    this step. `query` is ``[B, H, S, D]``, or has S as axis 1. `window` counts the query's own key; `rows` is R.
+    `write_indices` ``[B]`` are the numbers of tokens before the step. `lengths` ``[B]`` are 0 for sequences without
+    tokens in this step (None: all have tokens). `query` is ``[B, H, S, D]``, or has S as axis 1. `window` counts the
+    query's own key; `rows` is R.
     """
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
@@ -234,10 +234,10 @@ def emit_visible(
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
-    """Emit a float32 bias ``[B, H, S, L]`` that depends on the distance of query and key. Equal layers share it.
+    """Emit a float32 bias ``[B, H, S, L]`` by the distance of query and key. Layers with the same `bias` share it.
 
-    `bias` is float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``. `positions` are those of the new
-    tokens, int64 ``[B, S]``. The rewrite later slices the result to the cache rows in use.
+    `bias` is float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``. `positions` of the new tokens are
+    int64 ``[B, S]``. The rewrite later slices the result to the cache rows in use.
     """
     rows = len(bias)
 
@@ -251,7 +251,7 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit the ALiBi bias, slopes ``[H]`` times distances, float32 ``[B, H, S, L]``. Equal layers share it."""
+    """Emit the ALiBi bias (a head's slope times key minus query position), float32 ``[B, H, S, L]``, L = `rows`."""
 
     def make() -> gs.Variable:
         distance = emit.op("Unsqueeze", [_distance(emit, positions, rows), emit.ints([1])], "slope_distance", INT64)
@@ -282,7 +282,7 @@ def is_plain(layout: Layout) -> bool:
 def relaid(
     emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
 ) -> gs.Tensor:
-    """Bring a tensor from one layout to another. `sizes`: n (key heads), g (query heads per key head), d (size)."""
+    """Bring a tensor from one layout to another. `sizes`: n (K/V heads), g (Q heads per K/V head), d (head size)."""
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
     both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
     before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
@@ -295,14 +295,14 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """Return the product of the sizes that share one axis; "?" if they include the batch or the number of tokens."""
+    """Return the size of an axis that joins several: their product, or "?" if "batch" or "sequence" is among them."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """Emit a shape as int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or "?" (-1, once)."""
+    """Emit a Reshape's shape, int64. A dimension is a number, "batch", "sequence" (new tokens), or at most one "?"."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))
@@ -318,7 +318,7 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts for the plan about a model that was brought into canonical form.
+    """Facts for the plan about a model in canonical form: TensorScatter updates caches, and Attention reads them.
 
     Attributes:
         written: cache outputs of the canonical form; empty if the model did not change.

@@ -4,8 +4,8 @@
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
 In the result, a plain Attention reads keys and values that are computed only from constants and the cache rows in use.
-This module follows tensors forward from the caches. Sample steps show the axis of rows by its length. If an operator
-still mixes rows, such as a softmax over rows, the check refuses the model.
+This module follows tensors forward from the caches. In sample steps, the axis of rows is the one as long as the cache.
+If an operator still mixes rows, such as a softmax over rows, the check refuses the model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """Raised if a node mixes cache rows; the message may be empty."""
+    """Raised if a node does not compute each row from one cache row and constants; the message may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """A tensor that is computed from caches, and whose rows each depend on one cache row only.
+    """A tensor computed from caches. Each of its rows depends only on one cache row.
 
     Attributes:
-        axes: the axis of the batch, and the axis of the rows.
+        axes: the axis of the batch, and the axis of the cache rows.
         caches: the caches from which the tensor is computed.
-        node: the node whose output the tensor is; None if the tensor is a cache.
-        shape: the new shape operand if the node is a Reshape or Expand, with 0 and -1 as in Reshape; otherwise None.
+        node: the node that computes the tensor; None if the tensor is a cache.
+        shape: the shape to give to a Reshape or Expand, with 0 and -1 as in Reshape; None for other nodes.
     """
 
     tensor: gs.Tensor
@@ -52,7 +52,7 @@ class RowFunction:
 
 
 class Computed:
-    """Emits keys and values that are computed from canonical caches of a sorted graph."""
+    """Emits keys and values that a sorted graph computes from `caches`, after TensorScatter updates these."""
 
     def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
         self._broken = ""
@@ -125,12 +125,12 @@ class Computed:
         return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _functions(self, node: gs.Node) -> list[RowFunction]:
-        """Return a node's outputs that depend on caches. Raise `MixedError` if the node mixes rows."""
+        """Return the outputs of a node that reads caches. Raise `MixedError` if they are not computed row by row."""
         sources = [self._known[t.name] for t in node.inputs if t.name in self._known]
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
             if not (tensor.name in self._known or tensor.is_empty() or self._is_constant(tensor)):
-                # In a MatMul, the other operand may be queries or attention weights; then this is the attention itself.
+                # A MatMul by queries or attention weights is a part of attention, so no message is needed.
                 words = f"{node.op} '{node.name}' reads '{tensor.name}', which is not a constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
         caches = tuple(dict.fromkeys(c for source in sources for c in source.caches))
@@ -154,14 +154,14 @@ class Computed:
         return True
 
     def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction) -> Axes:
-        """Find the axes of batch and rows in an output. Raise `MixedError` if no axis has the length of the rows."""
+        """Find the axes of batch and cache rows in an output. Raise `MixedError` if no axis is as long as the rows."""
         rank = len(self._shapes(before.tensor)[0])
         if is_op(node, "Transpose"):  # the shapes do not show where axes of size 1 go
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
             return tuple(perm.index(axis) for axis in before.axes)
         shapes = self._shapes(tensor)
         near = before.axes[1] + len(shapes[0]) - rank
-        # such a cache always has as many rows as the capacity
+        # a cache that does not grow always has as many rows as the capacity
         fixed = any(not cache.growing for cache in before.caches)
         sizes = [s.capacity if fixed else s.total for s in self._samples]
         row = min(_axes_of(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
@@ -188,5 +188,5 @@ class Computed:
 
 
 def _axes_of(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-    """Return the axes of a tensor whose length in each sample step is the number in `sizes` for this step."""
+    """Return each axis with ``shapes[i][axis] == sizes[i]`` in every sample step i."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]

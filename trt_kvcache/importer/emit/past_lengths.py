@@ -6,8 +6,8 @@ Some exporters compute positions from the length of a cache, and may add a const
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
-Whisper of onnxruntime-genai has the second form. M2M-100 has the third, because its positions do not count padding.
-torch's export of Marian looks up the rows once for all sequences. If another tensor differs between sample steps
+Whisper of onnxruntime-genai has the second form; torch's export of Marian, too, with one lookup for all sequences.
+M2M-100 has the third form, because its positions do not count padding. If another tensor differs between sample steps
 that differ only in P, the import fails and names this tensor. This module also removes outputs that return an input
 unchanged (caches of cross-attention), and replaces ``Shape`` of a removed input by sizes of the tokens.
 """
@@ -55,8 +55,8 @@ _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
     """Compute positions from write indices. Return True if the model itself computes positions from a step's tokens.
 
-    The graph has canonical caches and attention, and no dead nodes. Raises `UnsupportedModelError` if a node uses the
-    length of the past for something else than positions.
+    The graph has TensorScatter, Attention, and no dead nodes. Raises `UnsupportedModelError` if a node uses the length
+    of the past for something else than positions.
     """
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
@@ -76,7 +76,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 queue += node.outputs
                 continue
             if contains(caches, tensor) and not is_op(node, "Shape", "Size"):
-                continue  # `check_readers` checks which nodes read the contents of a cache
+                continue  # `check_readers` checks the nodes that read the contents of a cache
             for output in node.outputs:
                 if output.name in seen or output.is_empty():
                     continue
@@ -107,7 +107,7 @@ def check_readers(graph: gs.Graph) -> None:
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """Return the first node that reads a cache or its view, except the cache's update and attention; else None."""
+    """Return the first node that reads a cache or a view of it, but is neither its update nor attention; else None."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -183,7 +183,7 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a tensor that depends on P if it gives positions; else refuse it. True: go on with its readers."""
+    """Replace or refuse `output`, which depends on P; True: do so with its readers instead."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
             return False
@@ -199,8 +199,8 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
         )
     place = _place(output, samples)
     if place is not None:
-        # Replace the last tensor that holds positions. Nodes before it may repeat [1, S] for the batch, and would
-        # repeat positions [B, S] once more.
+        # Replace the last tensor that holds positions. Nodes before this tensor may repeat [1, S] for the batch, and
+        # would repeat positions [B, S] once more.
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
@@ -217,7 +217,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor is equal after all sampled pasts. One is long, as floor(P / 16) is equal after short ones."""
+    """True if a tensor is the same for all sampled lengths P of the past. One P is large: floor(P / 16) differs."""
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):
@@ -226,7 +226,7 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
 
 
 def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
-    """Return all tensors that depend on the values, not only shapes, of these inputs. Sort the graph first."""
+    """Return all tensors that depend on the values, not only shapes, of these inputs. The graph must be sorted."""
     reached = set(names)
     for node in graph.nodes:
         if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
@@ -235,7 +235,7 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 
 
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Replace a tensor computed from a padding mask with a constant, if all its numbers in all samples are equal.
+    """If a tensor from a padding mask has one number everywhere, in all samples, replace it with a constant.
 
     Some models multiply by the mask's last columns, the new tokens. The rewritten mask covers the capacity instead.
     """
@@ -254,7 +254,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """Return offset and axis of the S new tokens if a tensor equals P + arange(S) + offset; otherwise None."""
+    """Return (offset, axis) if a tensor equals P + offset + arange(S) along the axis of S; otherwise None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return counts.pop() if len(counts) == 1 else None
 
@@ -292,14 +292,14 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a node that slices new tokens' rows from a table by a Gather by position; return True if replaced."""
+    """If a node takes rows of the new positions from a constant table, replace it by a Gather; return True if so."""
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
     offsets = {_rows_taken(node, sample) for sample in samples.twins} if taken else {None}
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False
-    one = all(sample.batch == 1 for sample in samples.twins)  # with one sequence, all readers can read the rows
+    one = all(sample.batch == 1 for sample in samples.twins)  # with one sequence, rows [S, H] need no batch axis
     found = ([], []) if one else _readers_of_rows(graph, rows, samples.twins)
     if found is None:
         return False
@@ -325,7 +325,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """Return the first row that a node takes from a table, minus P (the length of the past)."""
+    """Return the first row that a node takes from a table, minus P; None unless it takes S rows in order."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -344,9 +344,8 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
     """Find the nodes that combine table rows ``[S, H]`` with tensors of a batch; None if rows cannot get a batch axis.
 
-    Return two lists. The first has the row-wise nodes before these nodes, each with its output's shape (-1 for rows).
-    The second has the found nodes, each with its operand, the number of axes between batch and tokens in its result,
-    and the operand's sizes after the tokens.
+    Return two lists: the nodes before the found ones, which compute rows only from rows, with shapes of their outputs
+    (-1: rows); and the found nodes, each with its operand of rows, and the two results of `_place_of_rows`.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -379,7 +378,7 @@ def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]
 
 
 def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
-    """Return the axis of the new tokens in a tensor if all earlier axes have size 1; otherwise None."""
+    """Return the axis of the S new tokens in a tensor if all axes before this axis have size 1; otherwise None."""
     shape = sample.probe.shape(tensor.name) or ()
     first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
     axis = first - (sample.length == 1)
@@ -387,7 +386,7 @@ def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
 
 
 def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
-    """Return, for a node's result, the number of axes between batch and tokens, and the sizes after the tokens."""
+    """Return the number of axes between B and S in a node's result, and sizes of `rows` after S; None if unknown."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
     if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
@@ -398,7 +397,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Let a node that adds P (length of the past) to integers ``[B, S]`` add the length of each sequence instead."""
+    """If a node adds P (length of the past) to integers ``[B, S]``, make it add `write_indices`; return True if so."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

@@ -8,16 +8,15 @@
     present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
     output  = Attention(q, k, v, visible [B, 1, S, R])
 
-For updates of up to C tokens, a ring has ``R = W + C - 1`` rows, so that the first token of an update still finds its W
-keys after the last token is written. With S new tokens, the first at position ``w``:
+For updates of up to C tokens, a ring (circular buffer) has ``R = W + C - 1`` rows, so that the first token of an update
+still finds its W keys after the last token is written. With S new tokens, the first at position ``w``:
 
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R        the position of the token in row j
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
 
 If a model has an input for lengths, each sequence has w + S valid tokens, or 0 (its queries see nothing). Other lengths
 are not allowed: the ring may have overwritten rows that the first queries need. A cache stays linear if any attention
-sees all its rows. The check refuses models that use the length of a cache elsewhere, or that compute lengths or write
-positions in the graph.
+sees all its rows. The check refuses models that use the length of a cache elsewhere, or compute lengths or indices.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Rings:
 
 
 def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
-    """Return a canonical model with circular caches for windowed attention, and facts for the plan."""
+    """Return a model that has TensorScatter with circular caches for windowed attention, and facts for the plan."""
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
@@ -88,9 +87,9 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
 
 
 def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
-    """Make every windowed cache of a canonical graph circular, in place, for updates of `chunk` tokens.
+    """Make every cache of windowed attention circular, in place, for updates of up to `chunk` tokens.
 
-    With `idle`, the model has an input for lengths: 0 means that a row has no tokens in a step.
+    With `idle`, the model has an input for lengths: 0 means that a sequence has no tokens in a step.
     """
     longest: dict[str, int] = {}
     notes: list[str] = []
@@ -170,7 +169,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
     """True if an Attention sees only a window, and has lengths; without lengths, ONNX counts queries from row 0."""
     if reads_columns(graph, node):
-        return False  # the graph reads scores, whose columns belong to rows of the linear cache
+        return False  # the graph reads scores, and their columns belong to rows of a linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
     plain = input_or_none(node, 3) is None
     return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
@@ -197,7 +196,7 @@ def _bound(indices: gs.Tensor) -> gs.Node | None:
 
 
 def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
-    """Return the first node that reads a cache before its update, or that returns the cache in another shape."""
+    """Return the first node that reads a cache before its update, or a view that is a graph output; else None."""
     for update in (pair.keys, pair.values):
         for node in consumers(update.inputs[0]):
             if node is not update and not is_op(node, "Shape"):
@@ -214,7 +213,7 @@ def _views(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
-    """Yield each Reshape of a cache to a fixed number of rows, and its shape for `rows` rows; None: ambiguous."""
+    """Yield each Reshape that states the cache's rows, with its new shape (None: unclear which size means rows)."""
     is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
     before = _rows(update, capacity)
     for node in _views(update.outputs[0]):

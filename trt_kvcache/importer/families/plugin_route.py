@@ -71,7 +71,7 @@ class _Update:
 
     @property
     def shared(self) -> list[gs.Tensor]:
-        """Return the inputs that both updates of a pair share: write indices, and lengths if packed."""
+        """Return the inputs that two updates in one plugin node share: write indices, and lengths if packed."""
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
@@ -142,7 +142,7 @@ def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProt
 
 
 def _check_types(graph: gs.Graph) -> None:
-    """Refuse a model if one ONNX function of the plugin cannot handle all types of its caches."""
+    """Refuse a model if one ONNX function of the plugin would need to handle cache types that exclude each other."""
     types: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
@@ -174,8 +174,8 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Bypass a QuantizeLinear of the update if the plugin can quantize itself. Return the scales and their number."""
-    between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
+    """Bypass a QuantizeLinear if the plugin can quantize the update. Return its scales and their number; or None, 0."""
+    between: list[gs.Tensor] = []  # results of a Reshape and Transpose to the physical layout
     update = node.inputs[1]
     while update.name != cache.update:
         between.append(update)
@@ -283,7 +283,7 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 
 def _body(operator: Operator, wide: str) -> str:
-    """Return the text of the ONNX function. Names of values that are cast to float32 end in `wide`.
+    """Return an operator's ONNX function as text. `wide` is the suffix of values cast to float32; empty: no casts.
 
     ``accepted`` [B] is True for sequences that are written. For each of K tokens, ``sources`` [K, 2] has the sequence
     and the place in the update, and ``targets`` [K, 2] the sequence and the cache row.
@@ -364,7 +364,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Return lines of the ONNX function that write the rows of update `i`; see `_body`. Scales are one per head."""
+    """Return ONNX text that writes update `i` into cache `i` ``[B, N, S_max, H]``, quantized per head if needed."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

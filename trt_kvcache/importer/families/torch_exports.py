@@ -1,4 +1,4 @@
-"""Edits forms that torch.onnx and optimum write: merged steps, slices that are assigned to, and ``logits_to_keep``.
+"""Edits forms of torch.onnx and optimum: merged steps, assignments to slices, and the input ``logits_to_keep``.
 
 optimum merges the first step and all later steps. With a past of no tokens, the branch with a past (the one that reads
 caches: inputs of rank 4) also computes the first step. So the condition becomes a constant, and inputs and outputs that
@@ -132,7 +132,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace a chain of ScatterND that fills a zero tensor by one Concat. The later check refuses a wrong Concat."""
+    """Replace ScatterND nodes that fill a tensor of zeros with one Concat. A later check refuses a wrong Concat."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -151,7 +151,7 @@ def join_slices(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """Return the tensors that a chain of ScatterND, up to `node`, writes into zeros; empty without such a chain."""
+    """Return the tensors that a chain of ScatterND ending at `node` writes into zeros; empty if there is no chain."""
     parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

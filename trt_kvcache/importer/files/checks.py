@@ -54,7 +54,7 @@ _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES, _MOST_CALLS = 1 << 20, 100
 _MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
-"""The most numbers of a rank-1 tensor of which the file states only the size, and of a list.
+"""The most numbers of a rank-1 tensor whose data are not in the file, and the most values of a list attribute.
 
 ONNX's shape inference allocates 80 bytes or more for each number of the tensor (measured, 1.23.2).
 """
@@ -79,7 +79,7 @@ _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
-"""Indices of operands of ONNX Runtime's operators that must have the same type. Optimizers may mix float types."""
+"""Maps operators of ONNX Runtime to indices of inputs that must have one type. Optimizers may mix float types."""
 _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
@@ -116,7 +116,7 @@ def _unalias(model: ModelProto) -> None:
 
 
 def _rename_casts(graph: GraphProto) -> None:
-    """Rename inner tensors, in place, if their names begin like those that ONNX Runtime gives to Casts that it adds."""
+    """Rename inner tensors, in place, if their names begin like the names of Casts that ONNX Runtime adds."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
@@ -134,7 +134,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop shapes of initializers, and shapes that are stated twice, in place. Shape inference restores them."""
+    """Drop, in place, stated shapes of initializers, and shapes stated twice. Shape inference finds them again."""
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -157,7 +157,7 @@ def _sort(scope: Scope) -> None:
 
 
 def check_graph(model: ModelProto, source: str) -> None:
-    """Raise `InvalidModelError` if a model breaks a rule. Its external data may be missing; messages name `source`."""
+    """Raise an error if a model is invalid or unsupported. External data may be missing; messages name `source`."""
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
     _check_sizes(model, source)
@@ -171,7 +171,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(f"{source}: not valid ONNX: {_one_line(error)}; export the model again") from None
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
-        # this inference allocates no data of the stated sizes
+        # without data_prop, shape inference allocates no data of the stated sizes
         _check_sizes(onnx.shape_inference.infer_shapes(flat), source)
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
         _check_no_optional(inferred, source)
@@ -261,7 +261,7 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
 
 def _skeleton(model: ModelProto, source: str) -> ModelProto:
-    """Return a copy of the model for the checker, in which typed inputs replace large tensors of the main graph."""
+    """Return a copy of the model for ONNX's checker, with inputs instead of large initializers of the main graph."""
     skeleton = ModelProto(
         ir_version=model.ir_version,
         opset_import=model.opset_import,
@@ -278,7 +278,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
         if tensor.name in inputs:
             _check_default(tensor, inputs[tensor.name], source)
             if any(isinstance(dim, str) for dim in shape_of(inputs[tensor.name]) or ()):
-                continue  # each step gives a value, maybe of another shape
+                continue  # the caller gives a value in each step, maybe of another shape
         weights[tensor.name] = tensor
         if _is_small(tensor):
             graph.initializer.append(tensor)
@@ -419,8 +419,7 @@ def _check_types(model: ModelProto, source: str) -> None:
 def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
     """Refuse element types that contradict each other: ONNX's checker accepts them, ONNX Runtime cannot load them.
 
-    onnxconverter-common (1.16) and tools built on it keep a Cast to float32 but state a result of float16, or add
-    float32 to float16.
+    onnxconverter-common (1.16) and tools built on it state float16 for a Cast to float32, or add float32 to float16.
     """
     is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
     advice = _QUANTIZED_ADVICE if is_quantized else _TYPE_ADVICE
@@ -471,9 +470,9 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Remove, in place, default values of inputs that the caller gives in each step; True if one was removed.
+    """Remove, in place, default values of inputs that the caller gives in each step; True if the graph changed.
 
-    These are caches, write indices, lengths, inputs with a symbolic dimension, and inputs whose name shows a role.
+    Such inputs are caches, write indices, lengths, inputs with a symbolic dimension or a name that shows a role.
     `named` are name patterns of the caller, in addition to the shipped ones.
     """
     patterns = (*named, *shipped_patterns())

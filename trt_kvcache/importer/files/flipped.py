@@ -1,4 +1,4 @@
-"""Reads unsigned weights as the signed ones that TensorRT takes, by flipping bits. Needs neither ONNX nor numpy."""
+"""Reads unsigned weights as signed ones, which TensorRT needs, by flipping bits. Needs neither ONNX nor numpy."""
 
 from __future__ import annotations
 

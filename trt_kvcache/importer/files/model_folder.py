@@ -28,12 +28,12 @@ INSTEAD_OF = {
 _BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
 _WANTED = "give the path of an .onnx file"
 USUAL = 4096
-"""The largest default capacity in tokens; a shorter longest text of the model lowers it."""
+"""The default capacity in tokens, unless the model's longest text is shorter."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")
 
 
 def find_model(folder: Path) -> Path:
-    """Return the decoder of an export's folder; raises `InvalidModelError` for none, or several."""
+    """Return the file of the decoder in an export's folder; raises `InvalidModelError` if there is none, or several."""
     files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
     if not files and (folder / "decoder").is_dir():
         return find_model(folder / "decoder")
@@ -60,7 +60,7 @@ def usual_capacity(folder: Path) -> int:
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return how many tokens a text may have by the config files of `folder`, and which setting says so; else None.
+    """Return the most tokens of a text by the config files of `folder`, and the setting that says so; None if unknown.
 
     The folder above is also searched if `folder` is named ``decoder`` (mobius-onnx).
     """

@@ -34,11 +34,11 @@ _BLOCK = 1 << 25  # bytes read at a time
 def save_model(
     proto: ModelProto, output: str | os.PathLike[str], source: SourceModel, flipped: Sequence[Flipped] = ()
 ) -> None:
-    """Write a model that was made from `source`, whose files are never changed; an existing `output` is replaced.
+    """Write a model that was made from `source`. Replace an existing `output`, but never change files of `source`.
 
     In the folder of the source, references to external data stay the same. Otherwise the data files are copied; an
     existing file with the same content is kept. Weights in `flipped` are written to ``<output>.signed``, and `proto`
-    then refers to it. No new file is left after an error.
+    then refers to this file. No new file is left after an error.
 
     Raises:
         OutputError: the file cannot be written, belongs to the source, or a needed data file's name is taken.
@@ -83,14 +83,14 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs, as sorted separate byte ranges; None: the whole file."""
+    """The byte ranges of a data file that a model needs, sorted and without overlaps; None: the whole file."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """Return the data files to copy to the target's folder, by path of the copy, without weights in `flipped`."""
+    """Return the data files to copy to the target's folder, by path of the copy. Weights in `flipped` are left out."""
     moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
     used: dict[str, list[tuple[int, int]]] = {}
     for tensor in iter_tensors(proto):
@@ -194,7 +194,7 @@ def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _placing() -> Iterator[Callable[[Path, _Data | bytes | Iterator[bytes]], None]]:
-    """Yield a function that creates files under temporary names. At the end they get their names, or are removed."""
+    """Yield a function that writes temporary files. At the end, rename them; after an error, delete them."""
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []
     with ExitStack() as stack:

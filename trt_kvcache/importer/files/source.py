@@ -1,7 +1,6 @@
 """Reads a model file without its weights, and checks the file and its external data.
 
-External data must exist, lie inside the folder, and be long enough. They are never read, so the time to load a model
-depends only on the graph.
+External data must exist, lie inside the folder, and be long enough. To load fast, weights are never read.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the model with sorted nodes. Weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: state (size, time) of the model file and each external file when it was checked.
+        stamps: state (size, times) of the model file and each external file when it was checked.
         is_edited: True if the importer repaired the graph, so that it differs from the file.
     """
 
@@ -169,7 +168,6 @@ def _check_takes_past(graph: GraphProto, path: Path) -> None:
 
 
 def _is_external(tensor: TensorProto, most: int) -> bool:
-    """True if a tensor has at most `most` bytes of external data."""
     outside = tensor.data_location == TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING
     return outside and (byte_size(tensor) or 0) <= most
 
@@ -239,7 +237,7 @@ def _is_text(start: bytes) -> bool:
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        # the error is not a character at the end that the sample cuts
+        # the error is more than a last character that the sample cuts off
         if len(start) < _SAMPLE or error.start < len(sample) - 3:
             return False
         text = sample[: error.start].decode()
@@ -247,7 +245,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
-    """Check that the data of every tensor are complete. Return the stamps of external files."""
+    """Check that the data of every tensor are complete. Return the state (size, times) of each external file."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         is_outside = tensor.data_location == TensorProto.EXTERNAL
@@ -299,7 +297,7 @@ def _check_external(
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """Return a file and its stamp. The file must lie in the folder of the model, or of the model's link target."""
+    """Return a file, which must lie in the folder of the model or of its link target, and its state (size, times)."""
     move = f"move the file into {path.parent}, and refer to it by a relative path in the model"
     if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
         raise InvalidModelError(f"{where} lie outside the model's folder ('{location}'); {move}")

@@ -46,7 +46,7 @@ _TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
-    """Return a copy without weights and names, a map from old to new names, and the number of float tables kept.
+    """Return a copy without weights and names, a map from old to new names, and how many float tables it keeps.
 
     Names of inputs, outputs, functions and custom operators stay. With `keep_tables`, small float tables and masks keep
     their contents, because the importer reads rotary factors and biases.

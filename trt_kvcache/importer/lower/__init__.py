@@ -1,7 +1,7 @@
 """Replaces fused operators of ONNX Runtime with bodies: standard operators of opset 23 that compute the same.
 
 Later stages know only ONNX's operators. `_OPERATORS` names each operator's inputs and outputs, and the function that
-writes its body (a text, see `body`). Operators without a body stay. Semantics:
+returns its body (ONNX text, see `body`). Operators without a body stay. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
 Measured: bodies give the same bits as ONNX Runtime's kernels, except that its float16 kernels compute Gelu, and sums
@@ -25,7 +25,7 @@ from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, replace_field, s
 
 
 def simplified_layer_norm(call: Call) -> str:
-    """Return the body (ONNX text) of RMS normalization. The result has the type of the scale."""
+    """Return ONNX text for SimplifiedLayerNormalization (RMS). The result has the type of the scale."""
     _refuse_statistics(call, "inverse")
     attributes = f"axis = {call.integer('axis', -1)}, stash_type = {call.integer('stash_type', 1)}"
     return f"""
@@ -35,7 +35,7 @@ def simplified_layer_norm(call: Call) -> str:
 
 
 def skip_layer_norm(call: Call) -> str:
-    """Return the body (ONNX text) of SkipLayerNormalization or its RMS variant: a normalization of a sum."""
+    """Return ONNX text for SkipLayerNormalization or its RMS variant: a normalization of a sum."""
     _refuse_statistics(call, "mean", "inverse")
     is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
     operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
@@ -60,7 +60,7 @@ _GATES = ("none", "silu", "swish")
 
 
 def gelu(call: Call) -> str:
-    """Return the body (ONNX text) of a Gelu of ``x + bias``, with erf; for FastGelu, with tanh."""
+    """Return ONNX text for a Gelu of ``x + bias``, with erf; for FastGelu, with tanh."""
     approximate = "tanh" if call.node.op_type == "FastGelu" else "none"
     return f"""
         {call.when("bias", "x = Add (x, bias)")}
@@ -69,7 +69,7 @@ def gelu(call: Call) -> str:
 
 
 def quick_gelu(call: Call) -> str:
-    """Return the body (ONNX text) of QuickGelu: ``x * Sigmoid(alpha * x)``."""
+    """Return ONNX text for QuickGelu: ``x * Sigmoid(alpha * x)``."""
     return f"""
         {scaled("gate", "x", call.number("alpha", 1.702))}
         gate = Sigmoid (gate)
@@ -78,7 +78,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """Return the body (ONNX text) of FusedMatMul: ``alpha * A @ B``, with A or B transposed if attributes say so."""
+    """Return ONNX text for FusedMatMul: ``alpha * A @ B``, with A or B transposed if attributes say so."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -88,7 +88,7 @@ def fused_matmul(call: Call) -> str:
 
 
 def causal_conv_with_state(call: Call) -> str:
-    """Return the body (ONNX text) of a convolution over past and new rows; the newest rows become the state."""
+    """Return ONNX text for CausalConvWithState: a convolution over past and new rows. The newest rows are the state."""
     shape, activation = call.shape("weight") or (), call.string("activation", "none")
     channels, width = (*shape[::2], "?", "?")[:2]
     plain = (
@@ -112,7 +112,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Return lines of ONNX text for a body that compute ``result = name * factor``."""
+    """Return ONNX text for ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -138,7 +138,7 @@ _PLANES = 3
 
 
 def rotary_embedding(call: Call) -> str:
-    """Return the body (ONNX text) of RotaryEmbedding, with a position for each token or only for the first token."""
+    """Return ONNX text for RotaryEmbedding, with a position for each token or only for the first token."""
     _check(call)
     positions = ""
     if len(call.known_shape("positions")) < 2:
@@ -159,7 +159,7 @@ def rotary_embedding(call: Call) -> str:
 
 
 def mrotary_embedding(call: Call) -> str:
-    """Return the body (ONNX text) of a RotaryEmbedding with positions ``[3, B, S]`` for time, height and width."""
+    """Return ONNX text for MRotaryEmbedding, with positions ``[3, B, S]`` for time, height and width."""
     _check(call)
     sections = [int(n) for n in call.attributes.get("mrope_section", [])]
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
@@ -188,7 +188,7 @@ def mrotary_embedding(call: Call) -> str:
 
 
 def _attributes(call: Call, x: Sequence[int | str]) -> str:
-    """Return the attributes of ONNX's RotaryEmbedding for a tensor of shape `x`, as text in a body."""
+    """Return the attributes of ONNX's RotaryEmbedding for a tensor of shape `x`, as ONNX text."""
     part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
     stated = f"interleaved = {call.integer('interleaved')}"
     if len(x) == 4:  # 4-D inputs need no num_heads; rotating whole heads needs no attribute
@@ -284,7 +284,7 @@ _REFUSED = {
 
 
 def lower(model: ModelProto) -> ModelProto:
-    """Replace every operator of ONNX Runtime that has a body here, in place, and infer shapes."""
+    """Replace ONNX Runtime's operators in `_OPERATORS` with standard ones. Return the model with inferred shapes."""
     while True:
         changed, waiting = _lower(model)
         if not changed and waiting:
@@ -298,7 +298,7 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Replace nodes by their bodies, in place. Return True if one was replaced, and why other nodes must wait."""
+    """Replace nodes, in place. Return True if one was replaced, and a message for each node of still unknown shape."""
     if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()
@@ -321,7 +321,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Return the signature of a node's operator and the function that writes its body; None: keep the node."""
+    """Return the signature of a node's operator, and the function that returns its ONNX text; None: keep the node."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -332,7 +332,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Simplify, in place, CastLike nodes of known types, and Shape nodes of a body that read one axis of known size."""
+    """Simplify, in place, CastLike nodes of known types, and those Shape nodes that the importer added."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -346,7 +346,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """If a Shape returns one symbolic size, let it read the first model input of this size: then layers share it."""
+    """If a Shape returns one symbolic size, let it read a model input of this size, so that layers share the Shape."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

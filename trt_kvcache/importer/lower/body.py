@@ -1,6 +1,6 @@
-"""Function bodies: write the meaning of an operator as ONNX text, and insert the text's nodes into a graph.
+"""Turns bodies of operators (ONNX text that says what an operator computes) into nodes of a graph.
 
-A body is ONNX text, with two extensions:
+The text has two extensions:
 
     sum = Add (x, skip)
     sum = Add (sum, bias)                       a name may be assigned again; later lines see the new value
@@ -39,7 +39,7 @@ class UnknownShapeError(Exception):
 
 
 class Tensors:
-    """The types, shapes and readers of a model's tensors. Bodies add their new initializers to this object."""
+    """The types, shapes and readers of a model's tensors. New initializers are added to this object and the graph."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -69,7 +69,7 @@ class Tensors:
 
 
 class Call:
-    """A node that will be replaced, for functions that write bodies. `attributes` maps names to values."""
+    """A node to replace. Methods take names of inputs and outputs from `signature`, such as ``"x, scale -> y"``."""
 
     def __init__(self, tensors: Tensors, node: NodeProto, signature: str) -> None:
         inputs, outputs = ([name.strip() for name in part.split(",")] for part in signature.split("->"))
@@ -110,7 +110,7 @@ class Call:
                 value.type.tensor_type.ClearField("shape")
 
     def state_size(self, name: str, axis: int, size: int) -> None:
-        """Write a size into the shape of a model's input, in place, if this size is still unknown there."""
+        """Set the size of one axis of a model input, in place, if the model does not state it."""
         for value in self._tensors.graph.input:
             dims = value.type.tensor_type.shape.dim
             if value.name == self._names.get(name) and axis < len(dims) and not dims[axis].HasField("dim_value"):
@@ -134,7 +134,7 @@ class Call:
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
-        """Define `local`, a name in the body for a tensor of the model."""
+        """Let the name `local` in ONNX text mean this tensor of the model."""
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
@@ -164,7 +164,7 @@ class Call:
         return self._tensors.dtypes.get(self._names[name], 0)
 
     def weight(self, name: str, types: Collection[int]) -> TensorProto:
-        """Return the initializer that gives an input, directly or through Reshape and Identity nodes."""
+        """Return the initializer that an input reads, also through Reshape or Identity; refuse types not in `types`."""
         tensor = self._names[name]
         while (maker := self._tensors.makers.get(tensor)) is not None and maker.op_type in ("Reshape", "Identity"):
             tensor = maker.input[0]
@@ -177,7 +177,7 @@ class Call:
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
-        """Define `local`, a tensor of the body with the bytes of the weight `name`, but another shape and type."""
+        """Let the name `local` in ONNX text mean the bytes of the weight `name` in another shape and type."""
         weight = self.weight(name, types)
         kind = weight.data_type if to is None else to
         if (kind, *shape) == (weight.data_type, *weight.dims):
@@ -190,7 +190,7 @@ class Call:
             self.refuse(f"has the weight '{weight.name}' {list(weight.dims)} as {name} ({error})", AGAIN)
 
     def constant(self, local: str, tensor: TensorProto | np.ndarray[Any, Any]) -> None:
-        """Define `local`, a name in the body for a constant. Equal constants are stored once."""
+        """Let the name `local` in ONNX text mean a constant. Equal constants are stored once."""
         proto = tensor if isinstance(tensor, TensorProto) else numpy_helper.from_array(tensor)
         self._names[local] = self._tensors.constant(proto)
 
@@ -203,7 +203,7 @@ class Call:
         raise UnsupportedModelError(f"{self.label()} {what}: {advice}")
 
     def nodes(self, text: str) -> Iterator[NodeProto]:
-        """Yield the nodes of the body `text`, with names of the graph."""
+        """Yield the nodes of ONNX text, with names of the graph instead of names in the text."""
         body, literals = parse(text)
         names = dict(self._names)
         for local, literal in literals.items():

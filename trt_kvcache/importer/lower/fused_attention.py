@@ -50,7 +50,7 @@ _PAST = "export the model with past"
 
 
 def group_query_attention(call: Call) -> str:
-    """Return the body (ONNX text) of GroupQueryAttention with a past."""
+    """Return ONNX text for GroupQueryAttention with a past."""
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
@@ -154,7 +154,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Return ONNX text for a mask over another layer's cache, which already contains the new rows."""
+    """Return ONNX text for `mask`, over the rows of another layer's cache, which already has the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -182,7 +182,7 @@ def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
 
 
 def _counted(name: str) -> str:
-    """Return ONNX text for the positions of the new tokens ``[B, S]``."""
+    """Return ONNX text that sets `name` to the positions of the new tokens, int64 ``[B, S]``."""
     return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
@@ -196,7 +196,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """Return ONNX text that applies rotary embedding to heads of this size, or to a part of each head."""
+    """Return ONNX text that applies rotary embedding to `name`: to whole heads, or to the first columns of each."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -204,7 +204,7 @@ def _rotated(call: Call, name: str, size: int) -> str:
 
 
 def multi_head_attention(call: Call) -> str:
-    """Return the body (ONNX text) of MultiHeadAttention, with or without a past."""
+    """Return ONNX text for MultiHeadAttention, with or without a past."""
     if call.has("shared") or call.has("beams"):
         call.refuse(
             "reads past_sequence_length or cache_indirection (a shared buffer, beams); the importer supports only "
@@ -251,7 +251,7 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """Return the body (ONNX text) of ONNX Runtime's Attention, which also computes Q, K and V from its input."""
+    """Return ONNX text for ONNX Runtime's Attention, which also computes Q, K and V from its input."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
@@ -281,7 +281,7 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Return ONNX text for an attention with a padding mask ``[B, P + S]`` and a bias."""
+    """Return ONNX text for attention, with a padding mask ``[B, P + S]`` and a bias if the node has them."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
@@ -317,7 +317,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """Return the body (ONNX text) of an Attention with 3-D inputs, or presents without pasts; None: the node stays."""
+    """Return ONNX text for an Attention with 3-D inputs, or with presents but no pasts; None for others, which stay."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -364,7 +364,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """Return ONNX text for the Attention node. `mask` names a bool mask or a bias; empty: no mask."""
+    """Return ONNX text for the Attention node, with windows as masks. `mask` names a bool mask or bias; empty: none."""
     if not call.has("past_key"):
         return f"y = Attention {_stated(attributes)} (query, key, value, {mask})"
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
@@ -390,7 +390,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Return ONNX text for a mask ``[S, P + S]`` of visible keys. A negative `window` means no window."""
+    """Return ONNX text that sets `name` to a bool mask ``[S, P + S]`` of visible keys. `window` < 0: no window."""
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -408,7 +408,7 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return ONNX text for attention with sinks (extra logits). With `ring`, past and present are equally long."""
+    """Return ONNX text for attention with sinks (extra logits). With `ring`, the present is as long as the past."""
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)
     causal, window = bool(attributes["is_causal"]), int(attributes.get("left_window_size", -1))

@@ -17,7 +17,7 @@ middle of the range (8, or 128 for 8 bits), which `signed_weights` later moves t
 small as the scales, corrects the result for other zero points. A table is gathered as words, because DequantizeLinear
 before a Gather would dequantize the whole table in every step.
 
-The numbers of weights are never read, only given another type and shape. `accuracy_level`, which lets ONNX Runtime
+Weights are never read. Their bytes only get another type and shape. `accuracy_level`, which lets ONNX Runtime
 round `a` to 8 bits, is ignored. Measured on ONNX Runtime 1.31.1: the order of bits, the meaning of absent zero
 points, and the padding of rows of zero points.
 """
@@ -41,7 +41,7 @@ _UNQUANTIZED = "export the model with another quantization, or unquantized"
 
 
 def matmul_nbits(call: Call) -> str:
-    """Return the body (ONNX text) of MatMulNBits: a MatMul with a dequantized weight."""
+    """Return ONNX text for MatMulNBits: a MatMul with a dequantized weight."""
     bits = call.integer("bits", 4)
     columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or not call.has("scales"):
@@ -77,7 +77,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """Return the body (ONNX text) of a MatMul with an unsigned weight ``[K, N]`` in blocks of rows; else None."""
+    """Return ONNX text for a MatMul by uint4 or uint8 weights ``[K, N]``, in blocks along K; None for other MatMuls."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -102,7 +102,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return ONNX text that corrects the result `y` for other zero points. `axis` is the axis of blocks."""
+    """Return ONNX text that corrects `y` for zero points other than the middle. The weight has blocks along `axis`."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -119,7 +119,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Return the body (ONNX text) of a lookup in a quantized table. The table may also be a weight of MatMulNBits."""
+    """Return ONNX text for GatherBlockQuantized. The table may also be a weight of MatMulNBits."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)
@@ -186,7 +186,7 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Return ONNX text that converts packed zero points to floats of the scales' type, minus the middle."""
+    """Return ONNX text that sets `name` to zero points minus the middle of their range, in the type of the scales."""
     stored = call.dtype(name)
     if stored not in _TABLES:
         call.view(name, name, shape, FLOATS)

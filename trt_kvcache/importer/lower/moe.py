@@ -73,7 +73,7 @@ _ADVICE = {"weights_prepacked": _RAW, "quant_type": _INTEGERS}
 
 
 def moe(call: Call) -> str:
-    """Return the body (ONNX text) of MoE or QMoE, the mixtures of experts of ONNX Runtime."""
+    """Return ONNX text for MoE or QMoE, the mixtures of experts of ONNX Runtime."""
     _check(call)
     quantized = call.node.op_type == "QMoE"
     own = "scales" if quantized else "fc"
@@ -115,10 +115,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Return ONNX text that chooses experts, and assigns the rows of blocks to tokens.
+    """Return ONNX text that chooses experts, and fills n blocks of b rows with tokens.
 
-    It computes: shares, float32 ``[T, k, 1]``; places in the blocks, ``[T, k]``; row_tokens ``[n * b]``; block_experts
-    ``[n]``; block_count ``[1]``, which is n; and block_rows ``[1]``, which is b.
+    It sets shares, float32 ``[T, k, 1]``; places (rows of the blocks) ``[T, k]``; row_tokens (a token for each row)
+    ``[n * b]``; block_experts ``[n]``; block_count, n as ``[1]``; and block_rows, b as ``[1]``.
     """
     spare = experts // 2
     return f"""
@@ -174,7 +174,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Return ONNX text for a layer of experts: ``result [n, b, rows] = x @ weights + bias``."""
+    """Return ONNX text for one linear layer of the experts: ``result [n, b, rows] = x @ weights + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
@@ -195,7 +195,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Return ONNX text that dequantizes the experts of the blocks to ``weight [n, rows, columns]``."""
+    """Return ONNX text that gathers an expert for each of n blocks, dequantized: ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns

@@ -45,16 +45,16 @@ from trt_kvcache.importer.planning.cache_plans import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5
-"""The most attentions with the same query, which the rewrite scales by 1, 4, 1/4, 16 or 1/16 (exact in float16)."""
+"""The most attentions that may share a query. The rewrite scales it by 1, 4, 1/4, 16 or 1/16 (exact in float16)."""
 
 _FUSED_REACH = 24_576
-"""Most keys plus head size for a fused kernel of one masked float16 or bfloat16 query (48 KiB).
+"""The largest sum of keys and head size that a fused kernel for one masked 16-bit query supports (48 KiB).
 
 For several queries, there is a fused kernel at any length.
 """
 
 _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
-"""Operators that keep or lower lengths."""
+"""Operators whose results never exceed the lengths that they read."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans (ranges of cache rows to read) that they share.
 
     Attributes:
-        relaxed: for each mask input that may be shorter than the cache, the symbol of its last dimension.
+        relaxed: maps mask inputs that may be shorter than the cache to the symbols of their last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -81,7 +81,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans Attention nodes one after the other. Equal masks, spans and warnings occur only once in the plan."""
+    """Plans Attention nodes one after the other. Nodes share equal masks, span inputs (`SpanInput`) and warnings."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -111,7 +111,7 @@ class _Planner:
         read = tuple(c.past for caches in by_operand for c in caches)
         span = self._span(facts, read) if all(by_operand) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
-        # all rows of a ring are needed
+        # attention always reads all rows of a circular cache
         rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
             self.warnings[
@@ -146,13 +146,13 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """Return the span input of an Attention, whose length says how many cache rows the node reads.
+        """Return the span input of an Attention: its length says how many cache rows the node reads.
 
         Return None if the options turn spans off, or if no valid lengths hide all later rows from every query. Nodes
-        with equal capacity and lengths share one input.
+        with equal capacity and lengths share one span input.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
-            return None  # scores have a column for every key
+            return None  # the graph reads scores, which have a column for every key
         capacities = {c.capacity for c in self._caches if c.past in read}
         if len(capacities) != 1 or facts.keys not in capacities:
             return None
@@ -172,7 +172,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if a mask may cover fewer keys than K has. ONNX hides the missing keys, so K must be shortened."""
+        """True if a mask may cover fewer keys than K has. ONNX hides the other keys, so the rewrite must cut K."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -214,7 +214,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the graph input that `lengths` cannot exceed; None if operators between them may raise values."""
+    """Return the graph input that is an upper bound of `lengths`; None if operators between them may raise values."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -243,7 +243,7 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """Return the number of queries: a fixed size, or the name and axis of a graph input (or of Q) with this size."""
+    """Return the number of queries, or, if it is not fixed, the name and axis of an input (or of Q) with this size."""
     return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
@@ -255,7 +255,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Follow Q back through views and slices of positions, but not of heads, and return the first tensor."""
+    """Return an Attention's Q as it is before views, and before slices of positions (but not of heads)."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -270,7 +270,7 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node before a Scan with a dynamic number of steps. TensorRT cannot build some operators there.
+    """Yield every node on which a Scan with a dynamic number of steps depends; TensorRT cannot build some of them.
 
     Measured on TensorRT for RTX 1.7.1: if such a Scan depends on an IAttention, the builder crashes (SIGSEGV); if it
     depends on a Tile or Expand, the build fails (see `rewrite.copy_repeats`). Attention in plain operators can be
@@ -304,7 +304,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Return how TensorRT gets an Attention (fused, decomposable, or lowered to plain operators), and the reason."""
+    """Return the form in which TensorRT gets an Attention, and why: an IAttention (fused or not) or plain operators."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:
@@ -339,8 +339,8 @@ class AttentionFacts:
     """Facts about one Attention node over Q, K and V ``[B, N, S, H]``.
 
     Attributes:
-        qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph selects columns of the scores, so that attention must read all keys.
+        qk_output: True if a node or graph output reads the scores (the node's fourth output).
+        columns: True if the graph reads single columns of the scores, so that attention must read all keys.
         keys: the number of keys, which is the size of K's sequence axis.
         queries: the number of queries, which is the size of Q's sequence axis.
     """
@@ -445,7 +445,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
 
 
 def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
-    """Refuse masks of types that the operator accepts, but whose meaning its specification does not define."""
+    """Refuse masks of types or ranks for which the operator's specification defines no meaning."""
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(

@@ -1,14 +1,15 @@
 """Finds every cache update of a prepared graph, and plans it.
 
-`decide` chooses the route of each update into the engine, only from the facts in a `CacheUpdate`. The facts about
-TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of TensorRT 11; tests/facts tests them.
+`decide` chooses the route of each update (TensorRT's layer, a plugin or plain operators), only from the facts in a
+`CacheUpdate`. Facts about TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of TensorRT 11;
+tests/facts tests them.
 
 If a graph computes keys or values from caches, the canonical form shortens these caches to the rows in use first:
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-All operators from the cache to the attention work row by row. The row numbers of a bias have such a Slice, too. At
-first, the Slices take all L rows; the rewrite ends them at the span.
+All operators from the cache to the attention work row by row. The row numbers of a bias have such a Slice, too. The
+Slices take all L rows until the rewrite ends them at the rows in use.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _check_packed(node: gs.Node) -> None:
 
 
 def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
-    """Refuse a model in which a cache has a dynamic batch axis, but its write indices have a fixed length."""
+    """Refuse a cache with a dynamic batch if its write indices have a fixed length."""
     write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
@@ -232,7 +233,7 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """Return the Attention nodes that read this cache as K or V, directly or through operators that work on rows."""
+    """Return the Attention nodes that read a cache as K or V, directly, or after operators that work row by row."""
     readers: list[str] = []
     seen: set[int] = set()
     queue = [(present, False)]
@@ -287,7 +288,7 @@ def to_heads_major(node: gs.Node) -> bool:
 
 
 def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
-    """Return N if a Reshape gives ``[B, S_max, N, H]`` and only Transposes of N and S_max read it; else None."""
+    """Return N if a Reshape returns ``[B, S_max, N, H]`` and all its readers swap the axes N and S_max; else None."""
     if not is_op(node, "Reshape"):
         return None
     target = small_constant(node.inputs[1])
@@ -315,7 +316,10 @@ PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Return the update with its route, the reason, and its contract. `obstacle`: why two buffers are needed."""
+    """Return an update with its route (TensorRT's layer, a plugin or plain operators) and the reason for it.
+
+    `obstacle` says why past and present cannot share a buffer; empty if they can.
+    """
     if obstacle:
         _check_dtype(facts, PLAIN_DTYPES)
         if facts.form is UpdateForm.PACKED_NHD:
@@ -338,7 +342,7 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """Return advice for a plan whose plugin cannot be compiled or registered: options that avoid the plugin."""
+    """Return advice on how to plan without the plugin, for when it cannot be compiled or registered."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:
@@ -415,8 +419,7 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
     """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT converts double to float32 without a message; for other types, its error names no tensor (measured on
-    TensorRT for RTX 1.7.1).
+    TensorRT for RTX 1.7.1 converts double to float32 without a message; for other types, its error names no tensor.
     """
     for tensor in tensors:
         if tensor.dtype not in TENSORRT_DTYPES:
@@ -430,14 +433,14 @@ _HINT = "rows_in_use"
 
 
 def emit_row_slice(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
-    """Emit a Slice of all rows of an updated cache along `axis`. The rewrite may shorten the Slice."""
+    """Emit a Slice of all `capacity` rows of an updated cache. The rewrite may shorten it to the rows in use."""
     rows = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
     rows.shape = present.shape
     return rows
 
 
 def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
-    """True for a Slice as `emit_row_slice` makes it, which ends at a constant or at `end`."""
+    """True for a Slice that `emit_row_slice` made, and that ends at a constant or at `end`."""
     return (
         is_op(node, "Slice")
         and node.name.startswith(NAME_PREFIX + _HINT)
@@ -446,7 +449,7 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """Return the row Slices between caches and a tensor; empty if the tensor reads a cache without a row Slice."""
+    """Return the Slices of rows through which a tensor reads caches; empty if it reads any cache without a Slice."""
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:
@@ -465,7 +468,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Make the Slices of row numbers before a tensor stop at row `end`. Return False if there are none."""
+    """Cut the row numbers from which a tensor is computed to `end` rows, in place. Return False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

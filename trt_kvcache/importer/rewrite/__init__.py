@@ -9,7 +9,7 @@ linear), or become plain operators:
     functional:  TensorScatter(past, update, w)
                  -> ScatterElements(past, Expand((w + arange(S_new)) [mod S_max]), update)
 
-This module also adds two inputs of which only the shape matters. The length of ``attention_span`` (int64 ``[span]``: 0,
+This module also adds two inputs, to give numbers by their shape. The length of ``attention_span`` (int64 ``[span]``: 0,
 1, ... span - 1) says how many cache rows a step reads. TensorRT knows a shape without a copy from the device, a CUDA
 graph captured for one span stays valid for that span, and one constant buffer serves all spans. If the other input has
 length K, the step returns logits of its last K positions:
@@ -92,7 +92,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
-    """Replace each Tile or constant Expand by a Concat if a Scan with a dynamic number of steps depends on it."""
+    """Replace a Tile, or an Expand to a constant shape, with Concat if a Scan of dynamic length depends on the node."""
     for node in list(nodes_before_scans(graph)):
         counts = _counts(node)
         if counts is None:
@@ -120,7 +120,7 @@ def _counts(node: gs.Node) -> list[int] | None:
 
 
 def _rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every cache update as planned. Return a map from tensors that attentions read to their caches."""
+    """Rewrite every cache update as planned. Return the caches by the names of the tensors that attentions read."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -145,7 +145,7 @@ def _rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
 
 
 def first_rows(emitter: Emitter, node: gs.Node) -> None:
-    """Give a cache update that has no write indices the write indices 0."""
+    """Give a cache update write indices of 0, int64 ``[B]``, if it has no write indices."""
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
@@ -164,7 +164,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear. The result is the same, because no update may cross the end of the cache."""
+    """Make a circular update linear, at the write index modulo capacity: no update may cross the end of the cache."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -195,7 +195,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make a cache update write a 4-D view. Emit a Reshape for the readers; return its output and its shape."""
+    """Make an update write a 4-D view of the cache. Return the name and shape of a Reshape's output for the readers."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
@@ -244,7 +244,7 @@ def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
 
 
 def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
-    """Give Shape nodes that read a past cache its logical shape, as before the rewrite."""
+    """Let Shape nodes that read a past cache return the same shape as before the rewrite."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:

@@ -44,12 +44,12 @@ from trt_kvcache.importer.planning.cache_plans import cut_rows, end_with, row_sl
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache in its physical shape, and the shape that readers expect. Readers can slice the cache before a Reshape.
+    """A cache in its physical shape (in the engine), and how to reshape slices of it to the shape that readers expect.
 
     Attributes:
         present: the updated cache in its physical shape.
         axis: the sequence axis of the physical shape.
-        logical: the shape input of a Reshape of any number of rows to the logical shape; None if both are equal.
+        logical: the shape for a Reshape, with -1 for the rows, to the logical (exported) shape; None if both are equal.
         logical_axis: the sequence axis of the logical shape.
     """
 
@@ -68,18 +68,18 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     for item in plan.attention:
         facts = _separate(emitter, read_attention(graph, nodes[item.node]), queries, keys)
         geometry, mask = masks.get(item.mask or ""), BuiltMask()
-        if geometry is not None:  # nodes with equal masks in the plan share one
+        if geometry is not None:  # nodes with the same mask in the plan share its tensors
             mask = emitter.once(("mask", geometry.name), _Builder(emitter, facts, item, geometry).build)
         _rewrite(emitter, facts, item, mask, views)
 
 
 def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """Scale each Q of attentions that share Q or K differently, so that TensorRT cannot merge the scaled tensors.
+    """If attentions share Q or K, scale Q by another factor in each, so that TensorRT cannot merge the scaled tensors.
 
-    TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
-    attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share (parts of) Q, each multiplies Q by its own power of four, and divides the scale by this power. `queries`
-    counts the attentions so far that read each Q; `keys` counts all attentions that read each K.
+    TensorRT's importer multiplies Q and K by the square root of the scale. If two attentions have the same product, the
+    builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If they share Q or
+    parts of Q, each multiplies Q by its own power of four, and divides the scale by this power.
+    `queries` counts the attentions so far that read each Q; `keys` counts all attentions that read each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -119,7 +119,7 @@ def _rewrite(
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Return the first `end` keys of K or V. A transposed cache is sliced before its Transpose."""
+    """Emit the first `end` rows of K or V ``[B, N, T, H]`` (None: all). A Slice comes before a cache's Transpose."""
     if end is None:
         return tensor
     shape = dims(tensor)
@@ -173,7 +173,7 @@ def _slice(
 def lower_attention(
     emitter: Emitter, facts: AttentionFacts, operands: list[gs.Tensor], mask: BuiltMask, scores: gs.Tensor | None
 ) -> gs.Variable:
-    """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
+    """Emit an attention in plain operators, and `scores` if given. The result ``[B, N, S_q, H_v]`` has Q's type."""
     query, key, value = operands
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
@@ -207,8 +207,7 @@ class _Plain:
         """Emit the scaled scores Q K^T, ``[B, N, S, K]``."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         is_shared = self.kv_heads == 1 and self.groups > 1
-        # TensorRT has kernels for products of dequantized numbers only if no operator lies between. So scale the
-        # product.
+        # TensorRT has kernels for dequantized K only if no operator is between, so the product is scaled instead.
         maker = producer(key)
         is_rounded = maker is not None and is_op(maker, "DequantizeLinear")
         factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
@@ -276,11 +275,10 @@ class _Plain:
 
 
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
-    """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
+    """Emit scores of scaled queries over one head of keys: ``[B, 1, R, H] @ [B, 1, T, H]^T -> [B, 1, R, T]``.
 
     Keys are the left operand, so that queries are transposed instead: TensorRT for RTX 1.7.1 makes two copies of
-    transposed keys in each step. If keys are a Concat of columns (latents and rotated ones), each part is multiplied,
-    and the products are added.
+    transposed keys in each step. If keys are a Concat of columns (latents and rotated), the products are added.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -299,7 +297,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """Return the parts that a Concat joins along the last axis of K ``[B, N, T, H]``, or K alone; with their widths."""
+    """If a Concat of columns makes K ``[B, N, T, H]``, return its inputs and their widths; otherwise K and 0."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -364,7 +362,7 @@ class _Builder:
         return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """Emit the number of keys to read: the length of the span input or of the mask, or the smaller of both."""
+        """Emit the number of keys to read: the length of the span input or mask, or the smaller of both; None: all."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -381,7 +379,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Emit which keys are visible by position, and which queries see a key (None: the model's own mask decides)."""
+        """Emit which keys are visible by their position, and which queries see a key (None: positions do not tell)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
@@ -417,7 +415,7 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """True if several queries see the same keys, so that the mask has one row for all of them."""
+        """True if the mask has one row for several queries, because all see the same keys."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()
@@ -483,7 +481,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bool tensor: True for each query that sees at least one key, according to a mask over all keys."""
+        """Emit a bool tensor: True for each query that sees a key, by a bool mask, or by a bias above -inf."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

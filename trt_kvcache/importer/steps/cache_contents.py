@@ -1,6 +1,6 @@
 """Makes cache contents for steps, and converts them between the layouts of the original and the rewritten model.
 
-If the rewrite made a cache circular (a ring), this holds only the newest tokens; the original's cache holds all.
+If the rewrite made a cache circular (a ring), the ring holds only the newest tokens; the original's cache holds all.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CacheTensor:
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Return every cache input, each with the output that holds the cache after the step."""
+    """Return each cache input with the output that holds the cache after the step."""
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
@@ -116,13 +116,12 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
 def drawn_contents(
     cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Draw the contents of a cache before a step: random rows for tokens, garbage or 0 in other rows.
+    """Draw the contents of a cache before a step: random rows for tokens; elsewhere, arbitrary numbers or 0.
 
     Numbers are drawn once for each `seed`; each step takes a slice that begins at `shift`. A state without history
     holds zeros. `histories` are the tokens written so far in each batch row; circular caches keep the newest. `garbage`
-    is the magnitude of floating-point garbage with random signs (integers take any value), or 0 for zeros. It is
-    finite, because ONNX's own Attention returns NaN for a masked NaN. The result is float32 for bfloat16 and, if
-    `wide`, float16.
+    is the magnitude of arbitrary numbers, with random signs (integers take any value), or 0. It is finite, because
+    ONNX's own Attention returns NaN for a masked NaN. The result is float32 for bfloat16 and, if `wide`, float16.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)
@@ -146,8 +145,8 @@ def drawn_contents(
         first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
-        # Every other row of the garbage rows stays 0, as at the start of a session: so a division by the norm of a row
-        # shows. An output may be the last cache row alone: in one batch row it has garbage, in the next one it is 0.
+        # Every second row without a token stays 0, as at the start of a session, to detect divisions by the norm of a
+        # row. An output may be the last cache row alone: in one batch row, it has garbage; in the next one, it is 0.
         if rest is not None:
             _repeat(target[used + (len(target) - 1 - used + row) % 2 :: 2], rest, first)
     return contents
@@ -156,14 +155,14 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """Yield name and contents (`drawn_contents`) of each cache and state, different for each cache and episode."""
+    """Yield name and contents (`drawn_contents`) of each cache and state. Each `episode` (text) has other contents."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
 
 @lru_cache(maxsize=32)
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
-    """Return random cache rows: plausible numbers if `garbage` is 0, otherwise numbers as large as `garbage`."""
+    """Return random cache rows: numbers from -1 to 1 if `garbage` is 0, otherwise numbers as large as `garbage`."""
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)
@@ -198,7 +197,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """Return the number of rows of each cache of fixed length, by past."""
+    """Return the number of rows of each cache of fixed length, by the name of the cache input."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -209,7 +208,7 @@ def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[s
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Return the number of rows of a cache in the original; None if the cache grows. `fixed`: see `fixed_rows`."""
+    """Return a cache's rows in the original model; None if the cache grows. `fixed` is a result of `fixed_rows`."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -220,7 +219,7 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """Return a cache with one row for every token if the rewrite made it circular; otherwise the cache itself."""
+    """If the rewrite made `cache` circular, return a linear cache that holds all tokens; otherwise `cache`."""
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:
         return cache

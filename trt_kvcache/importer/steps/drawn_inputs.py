@@ -36,7 +36,7 @@ from trt_kvcache.input_values import (
 _HIDDEN_SHARE = 0.2  # a mask input hides this share of visible keys, to detect a rewrite that drops the mask
 ENCODER_TOKENS = 6  # length of an encoder's output in verification
 SPAN_KINDS = ("tight", "bucketed", "full")
-"""Kinds of spans: they say how many cache rows a step reads; see `span_inputs`."""
+"""Kinds of spans (ranges of cache rows that a step reads); see `span_inputs`."""
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: finite, and exp(-20) is nearly 0
 _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
@@ -44,7 +44,7 @@ _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 @dataclass(frozen=True)
 class Step:
-    """One step. Each sequence writes `length` tokens, the first to its row in `starts`; then it has `valid` tokens."""
+    """One step: each sequence writes `length` tokens, from its row in `starts` on, and then has `valid` tokens."""
 
     length: int
     starts: tuple[int, ...]
@@ -60,11 +60,11 @@ class Limits:
 
     Attributes:
         batch: number of rows of the batch.
-        length: the fixed number of tokens of an update, or None.
+        length: the fixed number of tokens of an update; None: not fixed.
         longest: the largest number of tokens of an update.
-        linear: capacity of the shortest linear cache, or None.
+        linear: capacity of the shortest linear cache; None: no linear cache.
         circular: capacities of the circular caches.
-        no_straddle: capacities of the circular caches in which an update must not cross the end of the ring.
+        no_straddle: capacities of the circular caches in which no update may cross the end.
         indexed: True if steps write at write indices; if False, they always write from row 0 on.
         ragged: True if the sequences of a batch may have different lengths.
         lengths: True if the model has an input for valid lengths.
@@ -183,7 +183,7 @@ class DrawnInputs:
         return place(by_token(positions, tensor), shape, tensor.axes)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return values for an adapter input: zeros in slot 0, which all sequences use, and 10 in all other slots."""
+        """Return values for an adapter input: 0 in slot 0, which all sequences use, and 10 in other slots."""
         if name not in self._adapters:
             self._adapters[name] = np.full(shape, 10, dtype)
             self._adapters[name][0] = 0
@@ -212,14 +212,14 @@ class DrawnInputs:
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Return the rows of the smallest cache whose attention reads this input (a mask or valid lengths)."""
+        """Return the rows of the smallest cache for which attention reads this input (a mask or valid lengths)."""
         capacities = [c.capacity for c in caches_under(self._plan, name)]
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         fixed = max((n for n in rows if isinstance(n, int)), default=1)
         return min(capacities or [c.capacity for c in self._plan.caches], default=fixed)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a causal mask over the cache rows that hold tokens. It also hides some of the keys a query may see."""
+        """Return a causal mask over the cache rows that hold tokens. The mask also hides some keys at random."""
         keys = shape[-1] if shape else 1
         is_ring = any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)
         held, new = newest_tokens(np.array(step.starts), step.length, keys, keys if is_ring else None)
@@ -257,7 +257,7 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
 
 
 def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
-    """Return the values of the rewritten model's span inputs, by name.
+    """Return values for the inputs that, by their length, say how many cache rows or logits a step uses.
 
     `kind` is how many cache rows a step reads: "tight" (those in use), "bucketed" (the next multiple of 16) or "full".
     `length` is the number of last positions whose logits are computed; None: all.

@@ -38,7 +38,7 @@ COUNTED = {
 }
 """Roles of original inputs whose values follow from lengths.
 
-Each is mapped to the role of an input in the rewritten model that has the same name and the same values. If that input
+Each is mapped to the role that the rewritten model's input of this name has if its values are the same. If the input
 has another role, only its shape is used.
 """
 
@@ -137,7 +137,7 @@ class OriginalInterface:
             if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
                 taken = np.ascontiguousarray(taken[..., : sizes["total"]])
             return taken.astype(dtype)
-        if tensor.role not in COUNTED:  # the rewrite dropped this input, because only a copy reads it
+        if tensor.role not in COUNTED:  # the rewrite dropped this input, which the model only returned
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
@@ -187,7 +187,7 @@ class OriginalInterface:
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """Return the rewritten model's outputs from runs of the original (batch rows, past tokens, outputs)."""
+        """Make the rewritten model's outputs from runs of the original: `ran` has batch rows, past tokens, outputs."""
         runs, results = list(ran), Feeds()
         for tensor in self._outputs:
             name, axes = tensor.name, tensor.axes
@@ -231,7 +231,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if an input can give the sequences of one run different lengths."""
+    """True if an input can give each sequence of one run its own length."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]

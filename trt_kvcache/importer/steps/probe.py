@@ -103,7 +103,7 @@ class Blueprint:
 
     def _maker(self, node: onnx.NodeProto, place: int) -> Maker:
         op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
-        inputs = (*node.input, *sorted(names_read(node).difference(node.input)))  # bodies read tensors of the graph
+        inputs = (*node.input, *sorted(names_read(node).difference(node.input)))  # bodies of If and Loop read, too
         places = tuple(inputs.index(n) if n else -1 for n in inputs)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
         form = (op, attributes, places, tuple(map(bool, node.output)))
@@ -122,7 +122,7 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """Return facts (type, shape, value) on a node's outputs, from facts on its inputs (None: omitted input)."""
+        """Derive type, shape and value of a node's outputs from those of its inputs (None: omitted input)."""
         if maker.op == "Range":  # ONNX Runtime accepts [1] instead of a scalar, and exporters rely on this
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
@@ -133,7 +133,7 @@ class Blueprint:
 
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
-        own = {*maker.node.input}  # bodies also read names of other graphs
+        own = {*maker.node.input}  # without names that only bodies read
         types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
         small = {n: v for n, f in known.items() if (v := f.value) is not None and v.ndim <= 1 and v.size <= _FEW}
         data = {n: numpy_helper.from_array(v) for n, v in small.items() if v.dtype.kind in "iuf"}
@@ -190,14 +190,14 @@ class Probe:
         self._blueprint = blueprint
         self._shapes = shapes
         self._values = dict(values)
-        self._other: Probe | None = None  # a probe without the new values; its facts hold for all tensors before these
+        self._other: Probe | None = None  # the probe without new values; its facts hold for nodes before theirs
         self._first = 0
         self._facts = {name: _fact(value) for name, value in values.items()}
         # results with large values, by identity; kept as long as the probe
         self._large: dict[Hashable, Sequence[_Fact]] = {}
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """Return a copy of this probe (facts about one step), in which these tensors have the given values, too."""
+        """Return a copy of this probe of one step, in which the tensors in `values` have these values."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers
@@ -264,7 +264,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """Return a key for the table of results: types and small values by contents, large values by identity."""
+    """Return a key for `Blueprint.results`: types and small values by contents, large values by identity."""
     value = fact.value
     if value is None:
         return fact.kind
@@ -360,7 +360,7 @@ class Kind:
 
 
 class Kinds:
-    """Types and shapes of a model's tensors, from the axes of its inputs. `batch` is the fixed batch, or None."""
+    """Finds types and shapes of a model's tensors from the axes of its inputs. `batch` is the fixed batch, or None."""
 
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, batch: int | None) -> None:
         blueprint = Blueprint(model, {})
@@ -374,7 +374,7 @@ class Kinds:
         self._kinds: dict[str, Kind | None] = {}
 
     def get(self, name: str) -> Kind | None:
-        """Return type and shape of a tensor, if known."""
+        """Return type and shape of a tensor; None if the type is unknown."""
         if name not in self._kinds:
             first, second = (probe.shape(name) for probe in self._probes)
             elem_type = self._probes[0].elem_type(name) or self._stated.get(name)

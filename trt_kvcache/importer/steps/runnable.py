@@ -52,7 +52,7 @@ def _edited(
 
 
 def rounds(node: NodeProto) -> bool:
-    """True for a MatMul that ONNX Runtime may compute with 8-bit activations; see `exact_experts` for QMoE."""
+    """True if ONNX Runtime may round a node's activations to 8 bits (MatMulNBits, QMoE); see `exact_experts`."""
     return node.op_type == "QMoE" or (
         node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
     )
@@ -131,7 +131,7 @@ def runnable(original: ModelProto) -> ModelProto:
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Return the plan with int8 for cache types that NumPy or ONNX Runtime lacks. The model only moves such values."""
+    """Return the plan with int8 instead of types that NumPy or ONNX Runtime lacks. Models only move such values."""
 
     def known(dtype: str) -> str:
         return dtype if dtype in (*PLAIN, "bfloat16") else "int8"
@@ -171,7 +171,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if an input of one of the models is float16 or bfloat16: its values are already rounded, without a Cast."""
+    """True if one of the models has a float16 or bfloat16 input, whose values are rounded before the model runs."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 

@@ -32,7 +32,7 @@ def named_encoder(path: Path) -> Path | None:
 
 
 def find_first_step(model: Path) -> Path | None:
-    """Return the decoder file for the first step beside `model` (in it, if it is a folder); None if not found."""
+    """Return the decoder file for the first step, beside the file or in the folder `model`; None if not found."""
     suffixes = dict.fromkeys((export_suffix(model), ""))
     names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
     return next((path for name in names if (path := _folder(model) / name).is_file()), None)

@@ -1,4 +1,4 @@
-"""Builds one encoder model for TensorRT. From a source (text, audio or image), it computes the decoder's constants.
+"""Builds one encoder model for TensorRT, which computes a decoder's constants from a source (text, audio or image).
 
     encoder_model.onnx       source -> hidden
     decoder_model.onnx       hidden -> keys and values of every layer, and other outputs
@@ -127,7 +127,7 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a copy without functions, of opset 24, with placeholders for large weights; and these weights by name."""
+    """Return a copy of opset 24 without functions, with placeholders for large weights, and these weights by name."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = flatten(model)
@@ -139,7 +139,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
-    """Return types of the inputs of a first step, by name. Refuse inputs other than the encoder's output."""
+    """Return element types of a first step's inputs, by name. Refuse inputs other than the encoder's output."""
     graph = step.proto.graph
     inputs = {v.name: elem_type_of(v) for v in graph.input}
     reads = next((f"'{name}'" for name in inputs if name not in (IDS, HIDDEN, MASK)), "")
@@ -185,7 +185,7 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
 
 
 def _by_value(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors whose values affect the outputs. Tensors of which only the shape matters are left out."""
+    """Return the tensors that affect the outputs by their values, not only by their shapes."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
@@ -194,7 +194,7 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Fold Shape nodes of constant shapes, in place. Otherwise the decoder's nodes would stay for their shapes only."""
+    """Fold Shape nodes of constant results, in place, so that nodes read only for their shapes can be removed."""
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
     blueprint = Blueprint(model, weights)
@@ -242,13 +242,12 @@ def _plan(graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options
 
 
 _IDS = (0, 1, 2, 3)
-"""Token ids of which whole sources are made. One of the first ids is padding, whose positions differ."""
+"""`check_positions` tries sources of one token id each. One of these ids is padding, whose positions differ."""
 
 _PAIRS, _LARGEST = 1 << 20, 1 << 24
-"""Limits on the number of indices.
+"""Limits on the number of indices. More than `_PAIRS` are relative positions, one for each pair of tokens.
 
-More than `_PAIRS` indices are relative positions, one for each pair of tokens. `_LARGEST` is enough for the pairs of
-4,096 tokens.
+`_LARGEST` is enough for the pairs of 4,096 tokens.
 """
 
 
@@ -261,7 +260,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """Return the length of an encoder's output for given input shapes; None if the output shapes are unknown."""
+    """Return the length of an encoder's output for given input shapes; None if unknown. `axes`: by output, its axis."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]

@@ -31,7 +31,7 @@ class EncoderParts:
     """The origins of a decoder's constant inputs: outputs of the encoder, masks, or outputs of the first step.
 
     Attributes:
-        own: name of the encoder's output that provides a constant, by name of the constant.
+        own: maps a constant to the encoder's output that provides it, both by name.
         hidden: name of the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
         masks: constants ``[B, S_enc]`` that say which positions of the source (encoder input) the decoder sees.
         rest: constants that the first step (decoder file without a past) must provide.
@@ -44,7 +44,7 @@ class EncoderParts:
 
 
 def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
-    """Match an encoder's outputs to the decoder's constant inputs. Raise an error if hidden states are unclear."""
+    """Match an encoder's outputs to the decoder's constant inputs; `UnsupportedModelError` if its output is unclear."""
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
     rest = [t for t in constants if t not in masks and t.name not in own]
