@@ -83,7 +83,7 @@ def verify_model(
     input of the next step, unchanged. The texts continue greedily. Then other stations decode the same tokens:
 
     - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
-      the cache rows in use, a few more, or all. All cache rows without a token have garbage;
+      the cache rows in use, a few more, or all. All cache rows without a token hold garbage (large numbers);
     - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against a rewritten model in which
       standard operators round the cache rows in the same way;
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
@@ -324,7 +324,7 @@ class _Verification:
         try:
             reference = self._exported(lambda original: with_inner_outputs(original, names))
             reference.watch = lambda _, outputs: wanted.update(outputs)
-            # Caches hold garbage, each model its own.
+            # Presents are left out: the garbage in unused cache rows differs between the models.
             inside = names.intersection(reference.outputs).difference(c.present for c in self.imported.plan.caches)
             runner = self._rewritten_runner(self.imported.plan, with_inner_outputs(model, inside), folder)
             runner.watch = lambda _, outputs: had.update(outputs)
@@ -423,7 +423,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """Compare one form of the model with `decode`. Measure rounding only if there is a difference to explain."""
+        """Compare a form of the model with the logits in `decode`. Measure rounding only if `floor` is exceeded."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         results, again = tee(self._counted(decode.steps(runner)))
 
