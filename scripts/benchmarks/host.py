@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 class Canned:
-    """A runner whose steps take no time of their own: a `Runner` as far as decoding needs one."""
+    """A `Runner` for decoding without a model: its steps only fill inputs and return prepared logits."""
 
     name = "no model"
     max_positions = max_logits = home = None
@@ -86,7 +86,7 @@ class Canned:
 
 
 def _logits(batch: int, vocab: int) -> np.ndarray:
-    """Return logits as of language models: most tokens hopeless, a few hundred possible, one or some likely."""
+    """Return logits like a language model's: most tokens very unlikely, a few hundred possible, one or some likely."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (batch, 1, vocab))
     for row in logits[:, 0]:
