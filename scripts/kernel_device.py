@@ -52,7 +52,7 @@ class KernelDevice:
         return self._kernels[key]
 
     def load(self, configs: Iterable[KernelConfig]) -> None:
-        """Load kernels from PTX, several at a time: each takes 0.2 s. A failed kernel raises an error when it is used."""
+        """Load kernels from PTX, several at a time: each takes 0.2 s. A failed kernel raises an error when used."""
 
         def one(config: KernelConfig) -> None:
             self._device.set_current()  # in this thread
