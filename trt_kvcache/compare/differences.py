@@ -68,8 +68,8 @@ def share_of_logits(wanted: Array, had: Array) -> Array:
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
     """Return the largest difference of two tensors, as a share of the largest number in `expected`.
 
-    `garbage` (cache rows without a token) does not count as largest number. A few 8-bit integers may differ by one,
-    because of rounding. If integers differ more, shapes differ, or only one of two numbers is finite, return infinity.
+    Numbers near `garbage` (cache rows without a token) do not count as largest number. Rounding may change a few 8-bit
+    integers by one. If integers differ more, shapes differ, or only one of two numbers is finite, return infinity.
     """
     if expected.shape != actual.shape:
         return math.inf

@@ -37,7 +37,7 @@ class Exported:
     """Decodes texts with the model as exported, in float32 in ONNX Runtime, one text at a time.
 
     If the batch size is fixed, all batch rows hold this text. Each step gets the caches of the step before, unchanged.
-    Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot use the caches before it.
+    Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot take these caches.
 
     `given` are values of inputs that do not follow from the text, by name; `table` has embeddings ``[V, H]`` if the
     model takes them. A step returns logits of its `last` positions (None: all). `edit` changes the float32 model

@@ -67,7 +67,7 @@ class Network:
     """A parsed network that runs in NumPy. Floating-point tensors are float32, so that no rounding hides small faults.
 
     The network, its builder and its parser must live as long as this object. `trt` is the module that parsed the
-    network. `updates` are the plugin's cache-update operators, by first output. Raises `UnknownLayerError`.
+    network. `updates` are the plugin's operators, by first output. Raises `UnknownLayerError` for unknown layers.
     """
 
     def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
@@ -318,7 +318,7 @@ def _scatter(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _divide(a: Array, b: Array) -> Any:
-    integers = a.dtype.kind != "f"  # they are rounded towards 0
+    integers = a.dtype.kind != "f"  # integer quotients are rounded towards 0
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)) if integers else a / b
 
 

@@ -4,8 +4,8 @@ The recording is a decode of the rewritten model in float32. A piece is one step
 file is safetensors. Its header has the `Facts`, as JSON. Its arrays, for R texts and S tokens of a piece:
 
 <piece>/tokens    int32 [R, S]
-<piece>/logits    float32 [R, K, C]: logits of the last K positions
-<piece>/columns   int32 [R, K, C]: the tokens of these logits; absent: all tokens
+<piece>/logits    float32 [R, K, C]: logits of C tokens at the last K positions
+<piece>/columns   int32 [R, K, C]: the ids of these C tokens; absent: all tokens
 <part>/<past>     float32 [R, T, W]: after a part, W numbers of the cache rows of the T newest tokens; T is 1 for states
 """
 

@@ -37,7 +37,7 @@ from trt_kvcache.importer.steps.sessions import exact_experts
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
 """Called with the inputs and outputs of each step of the rewritten model."""
 
-_ROWS, _FEWEST = 3, 2  # number of texts; an engine of one sequence replays them one after the other
+_ROWS, _FEWEST = 3, 2  # number of texts, and the least; an engine of one sequence replays one after the other
 _SEED = 0
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
 """Value of cache rows without a token, by type: far above values in caches; scores computed from it do not overflow."""
@@ -53,7 +53,7 @@ _HIGH, _COLUMNS = 64, 256  # otherwise, kept logits of a position: the highest, 
 _SAMPLES = 384 << 10  # bytes of cache rows, at most
 _WIDEST, _NEWEST = 64, 8  # numbers of one cache row that are kept, and number of rows
 _MOST_BYTES = 960 << 10
-_LEAST = 5  # steps
+_LEAST = 5  # least number of steps
 _TIED = 1e-3  # allowed difference of rewritten and exported model, as a share of the largest logit
 
 
@@ -182,7 +182,7 @@ class _Recording:
         try:
             exported = Exported(source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies)
             found = compare(first, first.steps(exported), _TIED)
-        except UnsupportedModelError:  # it cannot decode with its own caches; the check has already compared its parts
+        except UnsupportedModelError:  # the exported model cannot decode so; the check has already compared its parts
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
             raise UnsupportedModelError(

@@ -48,7 +48,7 @@ _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
-_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its reader
+_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its user
 
 
 def rounding_dtype(model: ModelProto) -> str:
@@ -110,7 +110,7 @@ def allowed(
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
-    # for models that amplify rounding, few samples say less: 1.12 times as large (SmolLM2 in float16)
+    # models that amplify rounding need a larger allowance: 1.12 times as large (SmolLM2 in float16)
     few *= 1 + (spread - 1) / 6
     shares: Shares = {part: {} for part in rounding}
     for part, outputs in rounding.items():

@@ -63,7 +63,7 @@ class TextInputs:
                 feeds[name] = _numbers_of(name, tokens, feeds[name], tensor.axes)
             elif tensor.role is Role.TOKENS:
                 given, own = feeds[name], tokens if self._table is None else self._table[tokens]
-                if self._table is None and own.size != given.size:  # one value for all texts, or one row with all texts
+                if self._table is None and own.size != given.size:  # one value for all texts, or all texts in one row
                     own = place((tokens, ("batch", "sequence")), given.shape, tensor.axes)
                 feeds[name] = own.reshape(given.shape).astype(given.dtype)
         return feeds
