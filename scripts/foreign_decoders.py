@@ -313,13 +313,13 @@ def _shift(b: _Builder, past: str, update: str, present: str, shared: dict[str, 
 
 
 def _scatter(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
-    """Add `index_copy` along the rows, as torch.onnx writes it."""
+    """Add nodes that write the new rows of a cache, as torch.onnx exports `index_copy`."""
     major, new = (b.add("Transpose", [t], perm=[2, 0, 1, 3]) for t in (past, update))
     b.add("Transpose", [b.add("ScatterND", [major, shared["rows"], new])], present, perm=[1, 2, 0, 3])
 
 
 def _repeat(b: _Builder, x: str) -> str:
-    """Repeat each of the cache's heads for its query heads, as `repeat_kv`."""
+    """Repeat each head of a cache for its group of query heads, as transformers' `repeat_kv` does."""
     c = b.config
     if c.query_heads == c.kv_heads:
         return x

@@ -221,7 +221,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
 
 
 def _in_toolkit(program: str) -> str | None:
-    """Return a program of the CUDA toolkit that is not on the PATH."""
+    """Find a program in the folder of the CUDA toolkit, for machines where it is not on the PATH."""
     for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if folder and (found := shutil.which(program, path=f"{folder}/bin")):
             return found

@@ -217,7 +217,7 @@ the GPU again."""
 
 
 def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
-    """Return the first tokens of a text, of any decoder: zeros for embeddings, ones for what an encoder gives."""
+    """Return the first tokens of a text, of any decoder: zeros as embeddings, ones as an encoder's output."""
     tokens, constants = np.ones((rows, length), np.int64), ()
     if runner.inputs.constants.tensors:
         largest = runner._shapes._largest_constants().arrays
@@ -448,7 +448,7 @@ def _reference(q: Any, k: Any, v: Any, valid: Any) -> Any:
 
 
 def _difference(actual: Any, expected: Any) -> float:
-    """Return the difference as a share of the largest expected value; infinite if it is no number (JSON has none)."""
+    """Return the difference as a share of the largest expected value; infinite instead of NaN, which JSON lacks."""
     difference = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-9)
     return float(difference) if np.isfinite(difference) else 1e30
 

@@ -68,7 +68,7 @@ class Canned:
         return self._logits[: batch.rows]
 
     def _found(self, batch: StepBatch) -> Logits:
-        """Return the results that a GPU would find, read as from a GPU."""
+        """Return the scores that kernels on a GPU would find, in the form in which a GPU runner reads them."""
         if batch.highest == 1:
             tokens, scores = read_keys(self._keys[: batch.rows].max(axis=1, keepdims=True), self._dtype)
         else:
