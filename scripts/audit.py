@@ -2,7 +2,7 @@
 
     python scripts/audit.py    0: no vulnerability is known; 1: some are; 3: not every package was checked
 
-pip-audit itself ends with 0 and "No known vulnerabilities found" where the index knows nothing of a package.
+pip-audit itself ends with 0 and "No known vulnerabilities found", even if the index does not know a package.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
         packages = json.loads(done.stdout)["dependencies"]
     except subprocess.TimeoutExpired:
         code, text = UNCHECKED, not_checked("pip-audit took more than 120 s")
-    except (json.JSONDecodeError, KeyError):  # no index, or no file of packages: it prints no JSON then
+    except (json.JSONDecodeError, KeyError):  # pip-audit prints no JSON without an index, or without a file of packages
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         code, text = UNCHECKED, not_checked(f"pip-audit: {lines[-1]}")
     else:

@@ -4,10 +4,10 @@
     python scripts/bench.py NAME --help
 
 CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: time and memory
-      decode   tokens per second against bare loops and other people's: onnxruntime-genai, CTranslate2, ...
-      draft    a draft model against the model alone
-      host     what the host adds to a decode step
-      idioms   models as exporters write them against their rewritten form
+      decode   tokens per second against bare loops and other programs: onnxruntime-genai, CTranslate2, ...
+      draft    a model with a draft model (which guesses tokens) against the model alone
+      host     the time that the host adds to a decode step
+      idioms   models as exported against the same models rewritten
       logits   prefill with logits of the last position against logits of all positions
       lora     the cost of adapters: step time with and without
       quality  a trained model on a text: types, quantized caches and weights against transformers in float32
@@ -17,8 +17,8 @@ CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: t
 GPU:  choice   tokens chosen on the GPU against the same on the host
       kernel   the cache-update kernel against a copy within the GPU
 
-What is compared runs side by side, in turns, so that a machine that slows down slows both sides. Numbers are medians;
-quartiles stand beside them in the table or in the JSON line.
+The compared programs take turns, so a machine that becomes slow slows all of them. Numbers are medians. The table or
+the JSON line also has quartiles.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, option: str, default: Any, words: str) -> None:
-    """Add an option, whose type is that of its default; a class is the type of an option without a default."""
+    """Add an option with the type of its default. If `default` is a class, it is the type; there is no default."""
     if isinstance(default, bool):
         parser.add_argument(option, action="store_true", help=words)
     elif isinstance(default, type):

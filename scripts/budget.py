@@ -1,10 +1,10 @@
-"""Compare the size of the code with `budget.toml`: a folder may grow only where another shrinks by as much.
+"""Compare the size of the code with `budget.toml`: a folder may grow only if another shrinks by as much.
 
     python scripts/budget.py            exit code 1 if a folder, or the sum, has more statements than its budget
-    python scripts/budget.py --lower    write what is there now, where it is less
+    python scripts/budget.py --lower    write the present numbers where they are lower than the budget
 
-Statements are those of Python's `ast`: comments, docstrings and the breaking of lines do not count. A change that moves
-code raises one line of the file by hand, and lowers another; the sum does not rise.
+Statements are those of Python's `ast`: comments, docstrings and line breaks do not count. If a change moves code to
+another folder, edit two lines of `budget.toml` by hand: raise one, lower the other. The sum does not rise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).parts
             if folder == PACKAGE and (root / PACKAGE / parts[1]).is_symlink():
-                continue  # plugins, in an editable install
+                continue  # an editable install links the plugins, which are counted in their own folder
             name = "/".join(parts[: 2 if folder == PACKAGE and len(parts) > 2 else 1])
             found[name] += statements(path.read_text(encoding="utf-8"))
     return {**dict(sorted(found.items())), SUM: sum(found.values())}

@@ -1,11 +1,11 @@
-"""Makes the tables of exporters and architectures, from fresh exports taken through plan, verify and build.
+"""Makes the tables of exporters and architectures: each export is planned, verified and built.
 
     python scripts/exporter_matrix.py                     print the tables of the stored results
     python scripts/exporter_matrix.py --write             put them into docs/exporters-tables.md, between the markers
     python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store the results
     python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
-    python scripts/exporter_matrix.py --measure --twins   compare what `export` runs with transformers, for the third
+    python scripts/exporter_matrix.py --measure --twins   compare exporters with transformers, for the third
 
 The first table has every exporter over a few architectures, the second one many families over a few exporters, the
 third one small twins of checkpoints, compared with transformers. `--python` names the interpreter with an exporter's
@@ -38,7 +38,7 @@ ORDER = ("mobius", "genai", "torch")
 """Exporters of `trt-kvcache export`, as `auto` tries them."""
 CAPACITY = 64
 POSITIONS = 1500
-"""Positions of an encoder's output: as many as Whisper's makes of every source, and its build refuses fewer."""
+"""Positions of an encoder's output. Whisper's encoder always gives this number; its build refuses less."""
 _EXPORTS = ROOT / "tests" / "exporters" / "exports.py"
 _EXPORT_SECONDS = 900
 _EXPORT_FAILED = "export: "

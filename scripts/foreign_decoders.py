@@ -1,9 +1,9 @@
-"""Writes ONNX decoders as exporters write them that know no TensorScatter, for tests and benchmarks.
+"""Writes ONNX decoders in the forms of exporters that do not know TensorScatter, for tests and benchmarks.
 
     python scripts/foreign_decoders.py OUT.onnx --form concat
 
-The same random Llama as scripts/decoders.py writes (weights, rotary positions, grouped-query attention), with its
-caches as these exporters have them, or with latent attention:
+The model is the random Llama of scripts/decoders.py (weights, rotary positions, grouped-query attention), with the
+caches of one of these exporters, or with latent attention:
 
     concat              optimum-onnx: Concat, attention of plain operators, opset 18
     concat-attention    torch.onnx.export, DynamicCache: Concat, Attention-24 with a mask
@@ -12,8 +12,8 @@ caches as these exporters have them, or with latent attention:
     shared              mobius-onnx, Gemma 4: the same; the second half of the layers reads the caches of the first half
     scatter             torch.onnx.export, StaticCache: ScatterND into `capacity` rows, Attention-24 with a mask
     shift               own torch code: cat(past[:, :, S:], new) in `capacity` rows, the caller's mask, Attention-24
-    latents             torch.onnx.export, DeepSeek V3: caches of latents, four times as wide as a head, and of what is
-                        rotated of the keys, half as wide; keys and values of all heads are computed from them
+    latents             torch.onnx.export, DeepSeek V3: caches of latents (four times as wide as a head) and of the
+                        rotated part of keys (half as wide as a head); all keys and values are computed from both
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _rotary_size(b: _Builder) -> int:
 
 
 def _latent_weights(b: _Builder, p: str, rng: np.random.Generator) -> None:
-    """Add the weights of latent attention, in the place of those of K and V."""
+    """Add the weights of latent attention, which replace the weights of K and V."""
     c, rotated = b.config, _rotary_size(b)
     rank = 4 * c.head_size
     shapes = {
@@ -313,13 +313,13 @@ def _shift(b: _Builder, past: str, update: str, present: str, shared: dict[str, 
 
 
 def _scatter(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
-    """Add `index_copy` along the rows, as torch.onnx writes it."""
+    """Add nodes that write the new rows of a cache, as torch.onnx exports `index_copy`."""
     major, new = (b.add("Transpose", [t], perm=[2, 0, 1, 3]) for t in (past, update))
     b.add("Transpose", [b.add("ScatterND", [major, shared["rows"], new])], present, perm=[1, 2, 0, 3])
 
 
 def _repeat(b: _Builder, x: str) -> str:
-    """Repeat each of the cache's heads for its query heads, as `repeat_kv`."""
+    """Repeat each head of a cache for its group of query heads, as transformers' `repeat_kv` does."""
     c = b.config
     if c.query_heads == c.kv_heads:
         return x

@@ -6,10 +6,10 @@
     scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, if those for all do not run
     python scripts/gpu_check.py                # with what is installed, if nothing can be downloaded
 
-This script has never run on a GPU, only against the fake TensorRT of the tests, which shows nothing about its numbers.
+This script has never run on a GPU, only with the fake TensorRT of the tests, which shows nothing about its numbers.
 
-Every step is a process with a time limit. One that fails, crashes or hangs says where it was, keeps its results so far,
-and costs no other step. The steps, the most telling first:
+Each step is a process with a time limit. If a step fails, crashes or hangs, the script says where, and keeps its
+results so far. The other steps still run. The steps, most important first:
 
 - answers, for each backend: does it run here; do engines that were built elsewhere open; aliases; garbage and NaN in
   unused rows; CUDA graphs; IAttention's masks and lengths (``gpu_steps.py answers``);
@@ -17,11 +17,11 @@ and costs no other step. The steps, the most telling first:
 - bench, choice: kernels against a copy and other libraries, and tokens chosen on the GPU (``bench.py kernel, choice``);
 - engine tests, encoder tests, ..., for each backend: files of ``tests/gpu``;
 - compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy;
-- sanitizer: some kernels under compute-sanitizer, if there is one.
+- sanitizer: some kernels under compute-sanitizer, if it is installed.
 
 Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table (``.md``), and
-``<gpu>.log``; prints the tables, and one JSON line last. If a backend does not support the GPU, its file holds its
-exact words. Exits with 1 if another step fails, or if there is no GPU.
+``<gpu>.log``; prints the tables, and one JSON line last. If a backend does not support the GPU, the backend's file
+has its error message. Exits with 1 if another step fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
 ENGINE_TESTS = {
     "engine": "engines", "encoder": "encoder", "embeddings": "embeddings", "plugin engine": "plugin_engines",
 }  # fmt: skip
-"""The files of tests of engines, by the names of their steps. Each is a step, so that a failure costs no other."""
+"""Files with tests of engines, by the name of their step. Each file has its own step: the others do not need it."""
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
-"""The words of compute-sanitizer if it cannot look at the GPU, as under some virtual machines."""
+"""Messages of compute-sanitizer if it cannot inspect the GPU, as in some virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Step:
     """One process.
 
     Attributes:
-        part: the file of its results: ``"kernel"`` or a backend.
-        name: the key of its results there.
+        part: the file that gets the results: ``"kernel"`` or a backend.
+        name: the key of the results in this file.
         command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer.
-        limit: seconds.
-        merged: its results are lists to append to those of the part.
-        asks: it may end at a question, which has its own limit: another process asks the rest.
+        limit: time limit in seconds.
+        merged: the results are lists, which are appended to the lists in the file.
+        asks: it asks questions, each with a time limit. If one ends the process, another process asks the others.
     """
 
     part: str
@@ -91,7 +91,7 @@ class Step:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.compute_capabilities:
-        os.environ[BUILT_FOR] = options.compute_capabilities  # of all steps
+        os.environ[BUILT_FOR] = options.compute_capabilities  # for all steps
     driver, gpus, problem = _find_gpus()
     if problem:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
@@ -147,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 FAILED = ("failed", "timeout")
-MOST_LOG = 1 << 20  # bytes of what a step prints
-MOST_WORDS = 1500  # of what a question printed that ended its process
-MOST_FAILURES, MOST_TRACES = 40, 10  # of tests
-MOST_FOR_DRIVER = 60.0  # seconds until it says which GPUs there are
+MOST_LOG = 1 << 20  # bytes that are kept of a step's output
+MOST_WORDS = 1500  # characters that are kept of the output of a question that ended its process
+MOST_FAILURES, MOST_TRACES = 40, 10  # number of failed tests whose messages, and whose traces, are kept
+MOST_FOR_DRIVER = 60.0  # seconds in which the driver must list the GPUs
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
 """Packages whose versions are written down with the results."""
@@ -186,9 +186,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def steps(backends: Sequence[str], options: argparse.Namespace, capability: str) -> list[Step]:
-    """Return all steps, in order. Their limits leave room for one that hangs."""
+    """Return all steps, in order. Their time limits leave room for one step that hangs."""
     python = sys.executable
-    # Warnings as they are: those of package versions that happen to be here are not what is tested.
+    # Warnings are no errors here: they depend on the installed versions of packages, which are not tested.
     tests = (python, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider")
     tests += ("--junitxml={out}",)
     arch = "sm_" + capability.replace(".", "")
@@ -221,7 +221,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
 
 
 def _in_toolkit(program: str) -> str | None:
-    """Return a program of the CUDA toolkit that is not on the PATH."""
+    """Find a program in the folder of the CUDA toolkit, for machines where it is not on the PATH."""
     for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if folder and (found := shutil.which(program, path=f"{folder}/bin")):
             return found
@@ -235,7 +235,7 @@ def _useless(part: dict[str, Any], step: Step) -> bool:
 
 
 def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
-    """Run one step, put its results into `part`, and return what became of it.
+    """Run one step, put its results into `part`, and return a record of the run.
 
     The fields are ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``), ``seconds``,
     and the end of the output if it is not ok.
@@ -282,7 +282,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
 
 def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Callable[[], float]) -> int | None:
     """Return the exit code of a process; None if it was ended at the time that `end` says."""
-    # A session of its own: pytest's and the builder's children end with it.
+    # A separate session (process group), so that the children of pytest and of the builder end with it.
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -291,7 +291,7 @@ def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Call
         while time.monotonic() < end():
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(0.1)
-        for kind in (signal.SIGINT, signal.SIGABRT):  # pytest writes its report, Python says where it is
+        for kind in (signal.SIGINT, signal.SIGABRT):  # then pytest writes its report, and Python prints where it was
             _signal(process, kind)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(4)
@@ -300,7 +300,7 @@ def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Call
     finally:
         _signal(process, signal.SIGKILL)  # and its children, which may outlive it and keep the GPU's memory
         with suppress(subprocess.TimeoutExpired):
-            process.wait(4)  # no longer: one that waits for a GPU that is lost cannot be killed
+            process.wait(4)  # not longer: a process that waits for a lost GPU cannot be killed
 
 
 def ask(
@@ -362,12 +362,12 @@ def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
 
 
 def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
-    """Put what a step wrote into its part, as much as there is; return whether there is any."""
+    """Put the results that a step wrote into `part`; return False if there are none."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
             found = counts(out) if out.exists() else counted(text)
         elif step.name == "compile":
-            # Between what else is said, as by TensorRT or in warnings.
+            # The JSON rows are between other output, such as TensorRT's and warnings.
             rows, _ = json.JSONDecoder().raw_decode(text, f"\n{text}".index("\n[\n"))
             spills = [row["kernel"] for row in rows if row["spill_bytes"]]
             most = max(row["registers"] for row in rows)
@@ -375,7 +375,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
         else:
             found = json.loads(out.read_text())
     except (OSError, ValueError, ElementTree.ParseError):
-        return False  # it ended before it had anything; its status and its output say why
+        return False  # the step ended before it had results; its status and its output say why
     if step.merged:
         for key, value in found.items():
             if isinstance(value, list):
@@ -399,9 +399,9 @@ def _stem(gpu: str) -> str:
 
 @cache
 def _nvrtc() -> str:
-    """Return the folder of the NVRTC that is a Python package here, where no library looks by itself; or empty.
+    """Return the folder of NVRTC's Python package, which libraries do not search by themselves; empty if missing.
 
-    TensorRT for RTX 1.7.1 contains one, and also words for a libnvrtc that it cannot open.
+    TensorRT for RTX 1.7.1 contains NVRTC, but also has a message for a libnvrtc that it cannot open.
     """
     try:
         return str(Path(load_nvidia_dynamic_lib("nvrtc").abs_path).parent)
@@ -452,7 +452,7 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def counted(text: str) -> dict[str, Any]:
-    """Return the same from pytest's output, if it was ended before its report."""
+    """Return the same as `counts` from pytest's output, if pytest was ended before it wrote a report."""
     outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     found = {kind: sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED")}
     bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
@@ -466,7 +466,7 @@ def counted(text: str) -> dict[str, Any]:
 
 
 def unfinished(text: str) -> str:
-    """Return the name of the test that pytest was at."""
+    """Return the name of the test that pytest was running."""
     lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
     open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
     return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""

@@ -3,12 +3,12 @@
     python scripts/gpu_steps.py answers --backend tensorrt-rtx --output answers.json --folder F [--engine M.engine ...]
     python scripts/gpu_steps.py measure --backend tensorrt-rtx --output measured.json --capacity 8192 [--small]
 
-``answers`` asks one backend what no machine without a GPU can answer. The file is written again after every answer::
+``answers`` asks one backend questions that only a GPU can answer. The file is written again after every answer::
 
     {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
 
-Started again, it goes on with the next question. If engines for all GPUs do not run here, and one that was built for
-this GPU does, the questions after that are asked about such engines.
+If it is started again, it continues with the next question. If engines for all GPUs do not run here, but an engine that
+was built for this GPU does, the later questions are about engines for this GPU.
 
 ``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity, and measures medians: decode
 latency by position, with and without CUDA graphs; prefill latency by length; tokens per second by batch; decode with
@@ -118,7 +118,7 @@ def decode(
 ) -> dict[str, Any]:
     """Measure decode steps from `position` on; the caches' content does not matter for the time.
 
-    `read` is what a step reads besides the caches, in bytes; with `best`, the host gets the best tokens alone.
+    `read`: bytes that a step reads besides the caches. With `best`, the host gets only the best tokens, not all logits.
     """
     ids = np.ones((rows, 1), np.int64)
     steps = iter(range(position, position + repeats + 8))
@@ -133,7 +133,7 @@ def decode(
     spans = max((sizes[span.name] for span in runner.plan.spans), default=0)
     for cache in runner.plan.caches:
         read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
-    recorded = runner.graphs  # of which there are none any more after a failure
+    recorded = runner.graphs  # it is empty after a failure
     graphs = "off" if recorded is None else recorded.failure or ("on" if len(recorded) else "nothing was recorded")
     return {
         "ms": seconds * 1e3,
@@ -176,8 +176,8 @@ def _copy_speed(runner: TensorRTRunner, most: int) -> float:
 def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: float = 0) -> tuple[float, float]:
     """Return median and spread (90th less 10th percentile) of the seconds that `work` takes.
 
-    After warming up it waits `settle` seconds: TensorRT for RTX compiles kernels for new shapes meanwhile, and runs
-    others until they are there; contexts that record graphs wait by themselves.
+    After the warm-up, wait `settle` seconds: in this time, TensorRT for RTX compiles kernels for new shapes, and runs
+    other kernels until they are ready. Contexts that record graphs wait by themselves.
     """
     for _ in range(warm_up):
         work()
@@ -209,15 +209,15 @@ Answer = dict[str, Any]
 
 
 ENGINE = "engine "
-"""Before the name of an engine that is being asked about."""
+"""Prefix of the name of an engine, in the name of a question about this engine."""
 
 AGAIN = 75
-"""Exit code of a process that wants to be started again for what is left, because a GPU's fault stays with the
-process in which it happened."""
+"""Exit code that asks for a new process for the remaining questions: after a fault of the GPU, a process cannot use
+the GPU again."""
 
 
 def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
-    """Return the first tokens of a text, of any decoder: zeros for embeddings, ones for what an encoder gives."""
+    """Return the first tokens of a text, of any decoder: zeros as embeddings, ones as an encoder's output."""
     tokens, constants = np.ones((rows, length), np.int64), ()
     if runner.inputs.constants.tensors:
         largest = runner._shapes._largest_constants().arrays
@@ -234,7 +234,7 @@ def builds(engine: Path, name: str) -> Answer:
 
 
 def runs(engine: Path, name: str) -> Answer:
-    """Ask: does an engine that was built without looking at this GPU open and run here? In the backend's words."""
+    """Ask: does an engine that was built for all GPUs open and run here? A refusal is quoted."""
     start = time.perf_counter()
     with opened(engine) as runner:
         took = time.perf_counter() - start
@@ -244,7 +244,7 @@ def runs(engine: Path, name: str) -> Answer:
 
 
 def runs_if_built_here(engine: Path, name: str) -> Answer:
-    """Ask the same for an engine that was built for this GPU alone."""
+    """Ask: does an engine that was built for this GPU alone open and run here?"""
     here = engine.with_name(HERE)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=("current",))
     model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
@@ -264,7 +264,7 @@ def graphs(engine: Path, name: str) -> Answer:
 
 
 def chooses(engine: Path, name: str) -> Answer:
-    """Ask: is the kernel that chooses greedy tokens there, and right, so that sessions use it?"""
+    """Ask: is the kernel that chooses greedy tokens available and right, so that sessions use it?"""
     with opened(engine) as runner:
         return {"yes": not runner.host_choice, "why": runner.host_choice}
 
@@ -281,7 +281,7 @@ def aliases(engine: Path, name: str) -> Answer:
 
 
 def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
-    """Ask: with `fill` in every unused row, are the logits those over zeros?"""
+    """Ask: with `fill` in every unused row, are the logits the same as with zeros there?"""
 
     def answer(engine: Path, name: str) -> Answer:
         with opened(engine) as clean, opened(engine) as dirty:
@@ -317,7 +317,7 @@ def writes_out_of_range(engine: Path, name: str) -> Answer:
 
 
 def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
-    """Ask for IAttention by itself, its valid keys given as an explicit bool mask or as ``key_value_lengths``."""
+    """Ask: is a single IAttention right? Its valid keys are given as a bool mask, or as ``key_value_lengths``."""
 
     def answer(engine: Path, name: str) -> Answer:
         import ml_dtypes
@@ -346,10 +346,10 @@ def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
 
 
 FIRST: dict[str, Callable[[Path, str], Answer]] = {"builds": builds, "runs": runs}
-"""The questions without which nothing else says much."""
+"""The first questions. If one is answered with no, the other answers say little."""
 
 HERE_ONLY: dict[str, Callable[[Path, str], Answer]] = {"runs_if_built_here": runs_if_built_here}
-"""Asked next if engines for all GPUs do not run, else last: another build. TensorRT builds no others."""
+"""Asked next if engines for all GPUs do not run, otherwise last: it needs another build. Only for TensorRT for RTX."""
 
 QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
     "aliases": aliases,
@@ -433,7 +433,7 @@ def _asked(ask: Callable[[Path, str], Answer | None], engine: Path, name: str) -
         return ask(engine, name) or {}
     except TrtKvCacheError as error:
         answer: Answer = {"yes": False, "error": str(error)}
-        # It opens, and a step fails, or CUDA does: not the backend's word on this GPU.
+        # The engine opens, but a step or CUDA fails: the backend does not refuse this GPU.
         failed = isinstance(error, SessionError) or answer["error"].startswith("CUDA:")
         return answer | ({"unexpected": True} if failed else {})
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer, and the next question is asked
@@ -448,7 +448,7 @@ def _reference(q: Any, k: Any, v: Any, valid: Any) -> Any:
 
 
 def _difference(actual: Any, expected: Any) -> float:
-    """Return the difference as a share of the largest expected value; infinite if it is no number (JSON has none)."""
+    """Return the difference as a share of the largest expected value; infinite instead of NaN, which JSON lacks."""
     difference = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-9)
     return float(difference) if np.isfinite(difference) else 1e30
 
@@ -513,7 +513,7 @@ def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Seq
         cuda.sync()
         return pinned.data.view(kind).reshape(shape).copy()
     finally:
-        del context, engine  # before the memory that they use
+        del context, engine  # they must be freed before the memory that they use
         cuda.close()
 
 

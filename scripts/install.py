@@ -32,7 +32,7 @@ LEFT_OUT = {"cache-dir", "disable-pip-version-check", "no-color", "no-input", "p
 
 def uv_variables(listed: str) -> dict[str, str] | None:
     """Return uv's environment variables for the lines of `pip config list`; None if a setting has no counterpart."""
-    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}  # a later one counts
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}  # later ones count
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         section, _, setting = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Launches kernels on a GPU, without TensorRT: for their tests and benchmarks.
 
-Kernels are loaded as an engine carries them: PTX, which the driver compiles; ``cuda.core.ObjectCode`` (1.2.2) hands it
-to ``cuLibraryLoadData`` without options. A cubin, which NVRTC's own ptxas makes, is for a driver older than NVRTC.
+Kernels are loaded in the form that engines contain: PTX, which the driver compiles. ``cuda.core.ObjectCode`` (1.2.2)
+gives it to ``cuLibraryLoadData`` without options. If the driver is older than NVRTC, NVRTC's own ptxas makes a cubin.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KernelDevice:
         return self._kernels[key]
 
     def load(self, configs: Iterable[KernelConfig]) -> None:
-        """Load PTX, a fifth of a second each, several at a time. A kernel that fails raises an error at its use."""
+        """Load kernels from PTX, several at a time: each takes 0.2 s. A failed kernel raises an error when used."""
 
         def one(config: KernelConfig) -> None:
             self._device.set_current()  # in this thread
@@ -103,7 +103,7 @@ class KernelDevice:
         return address
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:
-        """Bytes of the GPU's memory."""
+        """Return `size` bytes of the GPU's memory, from `address` on."""
         self.sync()
         content = np.empty(size, np.uint8)
         if size:
@@ -117,8 +117,8 @@ class KernelDevice:
     def seconds(self, work: Callable[[], None], repeat: int = 50) -> float:
         """Return the median seconds of one `work` on the stream.
 
-        Each is put there while the GPU is still busy with something else, so that Python's time to launch is not
-        measured.
+        Each `work` is launched while the GPU is still busy with something else, so that the time of the launch from
+        Python is not measured.
         """
         from cuda.core import EventOptions
 

@@ -1,7 +1,7 @@
 """What TensorRT's own parser makes of exports as they are: refused, right, or silently wrong.
 
     python scripts/parser_matrix.py [MODEL.onnx ...]    print it: of these models, or of the stored exports
-    python scripts/parser_matrix.py --write             put that of the stored exports into docs/support.md
+    python scripts/parser_matrix.py --write             put the results of the stored exports into docs/support.md
 
 Networks run in NumPy, beside the models in ONNX Runtime, as by `trt-kvcache verify MODEL --as-exported`.
 Needs TensorRT for RTX.
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- exports:begin -->", "<!-- exports:end -->"
 
 
 def verdict(model: Path) -> tuple[str, str]:
-    """Return a word, and the parser's words or the difference."""
+    """Return the result, such as "refused", and the parser's message or the difference."""
     from trt_kvcache.cli.verify import parsed_as_exported
     from trt_kvcache.errors import OptionError, TrtKvCacheError
     from trt_kvcache.importer.cache_plan import PlanOptions

@@ -1,4 +1,4 @@
-"""Runs the examples of the README and of `docs/`, so that what they show is what happens.
+"""Runs the examples of the README and of `docs/`, and compares their output with the pages.
 
     python scripts/readme.py             compare; exit code 1 and a diff where a page is out of date
     python scripts/readme.py --update    write the output as it is now
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_FIRST = ROOT / "docs" / "verify-and-build.md"  # it makes the model that others use
+_FIRST = ROOT / "docs" / "verify-and-build.md"  # this page makes the model that other pages use
 PAGES = (_FIRST, ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p != _FIRST))
 _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 def run_examples(text: str, folder: Path) -> str:
     """Return a page with the output that its commands give now; raise `RuntimeError` if a command fails.
 
-    `folder` holds what earlier pages left there.
+    `folder` has the files that earlier pages wrote.
     """
     if not (folder / "scripts").exists():
         (folder / "scripts").symlink_to(ROOT / "scripts")

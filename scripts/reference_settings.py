@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the code for the reference: what settings say, and types without settings."""
+"""An extension of griffe, which reads the code for the reference pages: shows options with help texts and types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import griffe
 
 
 class Settings(griffe.Extension):
-    """Takes docstrings that `described` has completed, and of ``Annotated[type, Setting(...)]`` the type."""
+    """Uses the docstrings that `described` has completed; shows ``Annotated[type, Setting(...)]`` as ``type``."""
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
         """Show defaults as values, not as the name of a constant of the module."""
@@ -20,12 +20,12 @@ class Settings(griffe.Extension):
                 part.default = f"{part.annotation}()"
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Drop what options declare for type checkers, before griffe makes their signature from their fields."""
+        """Drop the ``__init__`` that options declare for type checkers: griffe makes the signature from the fields."""
         if any(str(made.value) == "described" for made in cls.decorators):
             cls.members.pop("__init__", None)
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Edit a class of options."""
+        """Set the docstring and the types of a class of options."""
         if cls.docstring is None or all(str(made.value) != "described" for made in cls.decorators):
             return
         cls.docstring.value = getdoc(getattr(import_module(cls.module.path), cls.name)) or ""

@@ -2,7 +2,7 @@
 
     python scripts/small_adapter.py MODEL.onnx FOLDER [RANK] [TARGET,...]
 
-For trying adapters: what a model says with it means nothing.
+It is for trying adapters: a model's texts with it mean nothing.
 """
 
 from __future__ import annotations

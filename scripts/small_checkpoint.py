@@ -2,7 +2,7 @@
 
     python scripts/small_checkpoint.py FOLDER
 
-For trying the way from a checkpoint to text: what it says means nothing, because it learned nothing.
+It is for trying the way from a checkpoint to text. Its texts mean nothing, because it was not trained.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python scripts/support_matrix.py            print it
     python scripts/support_matrix.py --write    put it into docs/support.md, between the markers
 
-The cells are the expectations in ``tests/corpus/cases.py``: ``tests/facts/test_outcomes.py`` holds the native parser
-and builder to the second column, ``tests/conformance/test_matrix.py`` this package to the third.
+The cells are the expectations in ``tests/corpus/cases.py``. ``tests/facts/test_outcomes.py`` tests the second column
+(native parser and builder), ``tests/conformance/test_matrix.py`` the third column (this package).
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ __all__ = ["VerifyOptions", "VerifyReport", "verify_import", "verify_model"]
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
 _CAPACITY = 96  # capacity, in tokens, of caches that grow: short enough that a decode reaches their end
-_WIDE = 2.0**-20  # unit of the rounding that is measured for float32: sixteen times that of float32 itself
+_WIDE = 2.0**-20  # relative rounding error that is measured for float32 models: 16 times that of float32
 _FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
 """Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
-_TIMES = 5.0  # factor between the effect of rounding and the allowed difference of a station
+_TIMES = 5.0  # allowed difference of a station, as a multiple of the effect of rounding
 _UNITS = 16.0  # least allowed difference, in units of rounding
 _SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
 # share of positions that may differ if the model chooses experts: rounding decides between nearly equal experts
@@ -82,8 +82,8 @@ def verify_model(
     The model as exported decodes each text alone in ONNX Runtime, in float32: each present output becomes the past
     input of the next step, unchanged. The texts continue greedily. Then other stations decode the same tokens:
 
-    - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
-      the cache rows in use, a few more, or all. All cache rows without a token have garbage;
+    - ``rewritten``: the rewritten model in float32, with the texts at different positions in one batch. Steps read just
+      the cache rows in use, a few more, or all. All cache rows without a token hold garbage (large numbers);
     - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against a rewritten model in which
       standard operators round the cache rows in the same way;
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
@@ -324,7 +324,7 @@ class _Verification:
         try:
             reference = self._exported(lambda original: with_inner_outputs(original, names))
             reference.watch = lambda _, outputs: wanted.update(outputs)
-            # Caches hold garbage, each model its own.
+            # Presents are left out: the garbage in unused cache rows differs between the models.
             inside = names.intersection(reference.outputs).difference(c.present for c in self.imported.plan.caches)
             runner = self._rewritten_runner(self.imported.plan, with_inner_outputs(model, inside), folder)
             runner.watch = lambda _, outputs: had.update(outputs)
@@ -423,7 +423,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """Compare one form of the model with `decode`. Measure rounding only if there is a difference to explain."""
+        """Compare a form of the model with the logits in `decode`. Measure rounding only if `floor` is exceeded."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         results, again = tee(self._counted(decode.steps(runner)))
 

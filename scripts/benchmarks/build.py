@@ -2,9 +2,9 @@
 
 The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small`, to try the benchmark, the ratios
 mean little. All sides start a new Python, read the same model, use two optimization profiles of the same sizes, and
-write the engine. Ours also plans, rewrites and checks the model, hashes it and the engine, and writes the manifest;
-once without a proof, and once with the default proof, for which the rewritten model decodes on the CPU. The bare side
-gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
+write the engine. `trt-kvcache build` also plans, rewrites and checks the model, hashes model and engine, and writes the
+manifest; once without a proof, and once with the default proof (a recorded decode on the CPU). The engine of the bare
+parser gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
 Time is from start to end of the process; memory is the largest sum of resident memory over the process tree, read every
 50 ms (pages that parent and child share count twice). The table has medians and quartiles of the ratios of each turn,
@@ -53,7 +53,7 @@ OPTIONS = {
     "max-chunk": (128, "of all"), **dict.fromkeys(("bare", "ours", "proven"), (Path, argparse.SUPPRESS)),
 }  # fmt: skip
 _INTERVAL = 0.05  # seconds between two looks at the memory, which cost a processor about 1 ms each
-_MOST_BUSY = 0.2  # processors that others use
+_MOST_BUSY = 0.2  # processors that other processes may use
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 SIDES = {
     "ours": "trt-kvcache build --proof off", "proven": "trt-kvcache build", "bare": "bare parser, builder",
@@ -63,7 +63,7 @@ OURS = ("ours", "proven")
 
 @dataclass(frozen=True)
 class Sample:
-    """One build of one side: `seconds` of wall time, and of `cpu` time and bytes of `memory` of the process tree.
+    """One build: `seconds` of wall time; `cpu` seconds and `memory` bytes are those of the whole process tree.
 
     `engine` is the size of the engine in bytes. `stages` are seconds of each stage, in order; their sum is `seconds`.
     `others` is the number of processors that other processes used meanwhile.
@@ -88,7 +88,7 @@ class Stages:
         self.begun.setdefault(name, time.time())
 
     def tell(self) -> None:
-        """Print the last line of the process."""
+        """Print the stages, as the last line of the process's output."""
         sys.stdout.write("\n" + json.dumps(self.begun) + "\n")
         sys.stdout.flush()
 

@@ -3,12 +3,12 @@
 Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
     session               `DecodeSession`: one loop for everything
-    rewritten             a bare loop over IOBinding and the rewritten graph: shows what the session costs on top
+    rewritten             a bare loop over IOBinding and the rewritten graph: shows the extra time of the session
     original              the same bare loop over the model as exported: shows what the rewrite gains
     onnxruntime-genai, CTranslate2, openvino-genai      their own export or conversion, and their own loop
     transformers          `generate`, with the default cache, which grows
     transformers, static  `generate`, with a static cache
-    products alone        no decoder: one row times each weight matrix, less than any of them has to do
+    products alone        no decoder: one row times each weight matrix, which every decoder has to compute
 
 The model as exported comes from mobius-onnx if it is installed, else from scripts/decoders.py. Peers are the extras
 `bench` and `bench-more`; missing ones are named on stderr. Each has a process of its own; all take turns of a few
@@ -103,7 +103,7 @@ def attempt(name: str, make: Callable[[], Path]) -> Path | None:
 
 
 def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Measure every way over one decoder; return who exported it, and the seconds of the steps of each."""
+    """Measure every way to run one decoder; return its exporter's name, and the seconds of each way's steps."""
     assert isinstance(config.capacity, int)
     model = write_decoder(folder / "decoder.onnx", config, 1024)
     exporter, capacity = "scripts/decoders.py", config.capacity

@@ -1,7 +1,7 @@
 """Decode speed on the CPU with a draft model, and without one: one sequence, greedy, the same tokens from all.
 
-The model has random weights, of which the later layers contribute little; the draft is its first layers. How often a
-draft of a trained model is right, this does not say.
+The model has random weights. Its later layers contribute little, and the draft is its first layers. The benchmark does
+not show how often the draft of a trained model is right.
 """
 
 from __future__ import annotations

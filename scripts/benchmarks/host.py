@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 class Canned:
-    """A runner whose steps take no time of their own: a `Runner` as far as decoding needs one."""
+    """A `Runner` for decoding without a model: its steps only fill inputs and return prepared logits."""
 
     name = "no model"
     max_positions = max_logits = home = None
@@ -68,7 +68,7 @@ class Canned:
         return self._logits[: batch.rows]
 
     def _found(self, batch: StepBatch) -> Logits:
-        """Return the results that a GPU would find, read as from a GPU."""
+        """Return the scores that kernels on a GPU would find, in the form in which a GPU runner reads them."""
         if batch.highest == 1:
             tokens, scores = read_keys(self._keys[: batch.rows].max(axis=1, keepdims=True), self._dtype)
         else:
@@ -86,7 +86,7 @@ class Canned:
 
 
 def _logits(batch: int, vocab: int) -> np.ndarray:
-    """Return logits as of language models: most tokens hopeless, a few hundred possible, one or some likely."""
+    """Return logits like a language model's: most tokens very unlikely, a few hundred possible, one or some likely."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (batch, 1, vocab))
     for row in logits[:, 0]:

@@ -1,9 +1,9 @@
 """Step time of decoders as exporters write them against their rewritten form, on ONNX Runtime.
 
 For each way in which exporters hold caches (scripts/foreign_decoders.py) both models decode the same tokens from the
-same position, in turns. Each original gets its best use, with IOBinding:
+same position, in turns. Each original runs in its fastest way, with IOBinding:
 
-    growing caches      past and present stay OrtValues, what a step gives goes into the next one; nothing is copied
+    growing caches      the presents of a step (OrtValues) are the pasts of the next step; nothing is copied
     GroupQueryAttention also with past and present in one buffer of the capacity, as onnxruntime-genai runs it
     ScatterND           two buffers of the capacity per cache, in turns
 """
@@ -40,7 +40,7 @@ CASES = (
     ("GroupQueryAttention, shared", "gqa", True),
     ("ScatterND, Attention", "scatter", False),
 )
-SKIPPED = 2  # steps at the start of a turn that meet cold caches
+SKIPPED = 2  # steps at the start of a turn that are not measured: the CPU's caches are cold
 REST = 0.05  # seconds before a turn: the threads of the one before spin for tens of milliseconds
 OPTIONS = {
     "capacity": (4096, "rows of each cache"), "position": ([0], "tokens in the cache; 0: an eighth, half and all"),
@@ -128,7 +128,7 @@ class Original:
 
 
 class Rewritten:
-    """The same model as `trt-kvcache rewrite` writes it. It binds in every step, as its original has to."""
+    """The same model as `trt-kvcache rewrite` writes it. Like the original, it binds its tensors in every step."""
 
     def __init__(self, path: Path, setting: Setting) -> None:
         options = PlanOptions(capacity=setting.capacity)

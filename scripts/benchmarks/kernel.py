@@ -40,7 +40,7 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel: microseconds for each update, and what a target compares them with."""
+    """Times of one kernel: microseconds of a large and a one-token update, compared with a copy and an empty kernel."""
 
     name: str
     large_us: float
@@ -61,7 +61,7 @@ def seconds(
     source = (q.source_bits if q else config.element_bits) // 8
     caches = [device.allocate(elements * capacity * config.element_bits // 8) for _ in range(2)]
     updates = [device.allocate(elements * tokens * source) for _ in range(2)]
-    # A circular update that wraps, a linear one that ends inside.
+    # A circular update goes across the end of the ring; a linear update ends before the capacity.
     start = capacity - tokens // 2 if config.mode is CIRCULAR else capacity // 2 - tokens // 2
     inputs = [*caches, *updates, device.upload(np.full(batch, start, np.int64))]
     if config.length_type is not None:
@@ -84,7 +84,7 @@ def failed(name: str, error: Exception) -> dict[str, Any]:
 
 
 def targets(kernels: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the two targets, and of the kernels as engines have them the one that is farthest from each."""
+    """Return if each target is met, with the kernel that is farthest from it, among kernels from PTX as in engines."""
     kernels = [k for k in kernels if not k["name"].endswith(CUBIN) and "error" not in k]
     if not kernels:
         return {}
@@ -96,7 +96,7 @@ def targets(kernels: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 Make = Callable[[Any, int, int, int], Callable[[], object]]
-"""Makes one update of K and V on torch tensors, of batch, capacity and tokens."""
+"""Function of torch, batch, capacity and tokens that returns one update of K and V."""
 
 
 def index_copy(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:

@@ -1,7 +1,7 @@
 """Prefill with logits of the last position, and with those of all, on ONNX Runtime: processor time and peak memory.
 
-The session's own runner runs a decoder with a real vocabulary size over empty caches. Sides take turns, in a process
-each. The share of the product with the vocabulary in the arithmetic depends on the geometry; it is printed.
+The session's own runner runs a decoder with a real vocabulary size over empty caches. The two ways take turns, each in
+its own process. The share of the product with the vocabulary in the arithmetic depends on the geometry; it is printed.
 """
 
 from __future__ import annotations

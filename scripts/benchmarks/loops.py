@@ -1,4 +1,4 @@
-"""Bare loops over IOBinding, and the products with weights alone: what decoding is compared with."""
+"""Bare loops over IOBinding, and only the products with weights: the benchmarks compare sessions with these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loop:
     """Steps of one sequence: past and present of each cache are one buffer, which the model updates in place.
 
     `original` is a path of the model as exported, with TensorScatter caches, to run in place of the rewritten one.
-    `rebind`: bind anew in every step, as a loop has to whose caches grow; else inputs are bound once per span.
+    `rebind`: bind inputs in every step, as a loop with growing caches must; otherwise once per span.
     `buffers` has each cache by the name of its past, ``[1, ...]``, zeros.
     """
 
@@ -92,7 +92,7 @@ class Loop:
         return self._bound[length, span]
 
     def greedy(self, prompt: Sequence[int], count: int) -> Iterator[int]:
-        """Yield the `count` likeliest tokens after a prompt, one per step."""
+        """Decode greedily after a prompt; yield `count` tokens, one per step."""
         tokens, start = list(prompt), 0
         for _ in range(count):
             logits = self.step(tokens, start)
@@ -135,7 +135,7 @@ class Products:
             self._binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
 
     def steps(self, count: int) -> Iterator[int]:
-        """Do as many steps, which give no tokens."""
+        """Run `count` steps. They compute no tokens, and yield -1."""
         for _ in range(count):
             self._session.run_with_iobinding(self._binding)
             yield -1

@@ -1,7 +1,7 @@
 """The cost of adapters (LoRA): step time with and without, by rows of the step, and what each row chooses.
 
-A step writes one token to each row, on the CPU: without adapters; with adapters in all linear modules that no row
-chooses, that all rows choose, or of which each row chooses its own.
+A step on the CPU writes one token to each row: without adapters; or with adapters for all linear modules. Then no row
+uses an adapter, all rows use the same one, or each row uses another one.
 """
 
 from __future__ import annotations

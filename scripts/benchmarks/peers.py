@@ -1,4 +1,4 @@
-"""Other people's exporters and decode loops over the same weights, for the benchmark of decoding.
+"""Exporters and decode loops of other projects with the same weights, for the benchmark of decoding.
 
 Everything starts from one decoder of scripts/decoders.py, which is Llama's architecture. The packages are the extra
 `bench`, CTranslate2 and openvino-genai the extra `bench-more`. Each function raises ImportError if a package that it
@@ -140,9 +140,9 @@ class TransformersPeer:
 
 
 def paced(generate: Callable[[Callable[[int], None]], object], count: int) -> Iterator[int]:
-    """Yield the tokens of a loop that belongs to somebody else, one per step.
+    """Yield the tokens of another project's loop, one per step.
 
-    `generate` calls its argument with every token; it runs in a thread, and waits there until one is asked for.
+    `generate` runs in a thread, and calls its argument with every token. There it waits until the next step.
     """
     asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
 

@@ -45,7 +45,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A model to measure: an export of `dtype`, int4 weights, quantized caches (`calibrated`: one scale each)."""
+    """A model to measure: an export of `dtype`, int4 weights, quantized caches (`calibrated`: one scale a cache)."""
 
     dtype: str = "float32"
     int4: bool = False
@@ -73,7 +73,7 @@ class Scores:
         self._scores: Array | None = None
 
     def compare(self, chunks: Iterator[Array]) -> dict[str, float]:
-        """Return the quality of a way, whose logits come in chunks; those of the first way are the reference.
+        """Return the quality of a model from chunks of its logits. The first model is the reference for later models.
 
         Positions at which logits are NaN, as after an overflow of float16, only count as different tokens.
         """

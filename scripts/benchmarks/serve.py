@@ -1,7 +1,7 @@
 """The server against a bare session on the CPU: tokens per second of all clients together, and their waiting times.
 
-Both run in turns, in processes with as many threads. The bare session gets the same prompts at once, and no HTTP. The
-clients' own work needs a core that is free.
+Both take turns, in processes with equally many threads. The bare session gets the same prompts at once, without HTTP.
+The clients' own work needs another free core.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def open_model(model: Path, given: argparse.Namespace) -> DecodeSession:
 
 
 async def ask_all(port: int, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]], list[list[float]]]:
-    """Return the seconds for all, and of each client its tokens and when they came."""
+    """Return the seconds for all clients; and for each client its tokens, and the times at which they came."""
 
     async def one(client: httpx2.AsyncClient, prompt: list[int]) -> tuple[list[int], list[float]]:
         tokens, times = [], []

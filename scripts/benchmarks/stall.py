@@ -1,4 +1,4 @@
-"""Time between tokens of those who decode, before and while another client's long prompt comes in, by prefill budget.
+"""Time between tokens of decoding clients, before and during the long prompt of another client, by prefill budget.
 
 All rows but one of a session decode on the CPU; then a prompt joins. A step gives each of the others one token.
 """

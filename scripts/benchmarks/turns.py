@@ -1,4 +1,4 @@
-"""Ways to do one thing that take turns: in this process, or each in a process of its own.
+"""Runs several ways to do one thing in turns: in this process, or each in a process of its own.
 
 In one process it matters who came first: a session measured 3 to 10 % slower than the same one opened second, because
 of where its memory lay.
@@ -21,7 +21,7 @@ REST = 0.1
 """Seconds at the end of a turn: threads that find no more work spin for tens of milliseconds before they sleep."""
 
 MOST_IDLE = 0.05
-"""Most processor time over time between a way's turns; more disturbs the others."""
+"""Largest share of a processor that a way may use between its turns; a larger share disturbs the others."""
 
 Steps = Iterator[Any]
 """The results of a way, one step after the other."""
@@ -39,7 +39,7 @@ def interleave(ways: Mapping[Key, Callable[[], list[Any]]], turns: int) -> dict[
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], list[float]]:
-    """Return a way for `interleave`: the seconds that `work` takes."""
+    """Return a way for `interleave` that runs `work` and measures its seconds."""
 
     def turn() -> list[float]:
         begin = clock()
@@ -51,7 +51,7 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 
 @dataclass(frozen=True)
 class Turn:
-    """What steps gave, their seconds, time `waited` since the turn before, and processor time `busy` meanwhile."""
+    """Results of steps, their seconds, the time `waited` since the turn before, and the processor time `busy` in it."""
 
     given: list[Any]
     seconds: list[float]
@@ -63,7 +63,7 @@ class Worker:
     """A way in a process of its own, which ends with the ``with`` block. `make` can be pickled, and is called there."""
 
     def __init__(self, name: str, make: Callable[[], Steps]) -> None:
-        spawned = multiprocessing.get_context("spawn")  # nothing of this process goes along
+        spawned = multiprocessing.get_context("spawn")  # a new Python, without the state of this process
         self._name = name
         self._pipe, other = spawned.Pipe()
         self._process = spawned.Process(target=_serve, args=(other, make), daemon=True)
@@ -128,7 +128,7 @@ def take_turns(
     waited, busy = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0.0)
     order, shuffle = [*workers.items()], random.Random(0).shuffle
     for number in range(0, count - 1, burst):
-        shuffle(order)  # nobody always comes after the same one
+        shuffle(order)  # no way always runs after the same other way
         for name, worker in order:
             turn = worker.run(min(burst, count - 1 - number))
             given[name] += turn.given
@@ -137,7 +137,7 @@ def take_turns(
             if number:
                 times[name] += turn.seconds[skipped:]
     for name in workers:
-        share = busy[name] / (waited[name] + 1)  # a short run proves nothing
+        share = busy[name] / (waited[name] + 1)  # + 1 s, because a short run shows nothing
         if share > MOST_IDLE:
             raise SystemExit(f"{name} uses {share:.0%} of a processor while others have turns: the times mean nothing")
     return given, times

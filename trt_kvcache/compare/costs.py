@@ -56,7 +56,7 @@ class StepCost:
 
 
 def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
-    """Return the bytes of a step after which each sequence has `tokens` tokens; None if weights were not counted."""
+    """Return the bytes of a step after which each sequence has `tokens` tokens; None if `plan.weights` is unknown."""
     if plan.weights <= 0:
         return None
     fixed = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), batch)

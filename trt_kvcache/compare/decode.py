@@ -1,4 +1,4 @@
-"""Decodes texts with any runner, and compares its logits with a reference. A piece is one step of this decode."""
+"""Decodes texts with any runtime, and compares its logits with a reference. A piece is one step of this decode."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trt_kvcache.importer.cache_plan import CachePlan, Role
 from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, Limits
 
-_DISTANCE = 3  # difference in tokens between rows of a batch
-_REACH = 600  # most tokens of a text that are decoded to reach a place
+_DISTANCE = 3  # difference in length between neighboring texts of a batch, in tokens
+_REACH = 600  # most tokens of a text that are decoded to reach a place (`plan_pieces`)
 _CHUNKS = 48  # most steps on the way to a place
-_AFTER = 5  # tokens of the first step after skipped ones
+_AFTER = 5  # tokens of the first step after skipped tokens
 _SINGLES = 3  # single tokens around each place
 _SEEDS = 5  # random tokens at the start of each text
 DRAWN = "drawn"
@@ -113,7 +113,7 @@ class Difference:
     Attributes:
         largest: largest difference of a logit, as a share of the largest logit at its position.
         allowed: the largest difference that rounding explains.
-        pieces: number of compared pieces.
+        pieces: number of compared pieces (steps).
         typical: median over positions of the norm of the difference, as a share of the norm of the centered logits.
         agreement: share of positions where runtime and reference have the same best token.
         beyond: share of positions that differ by more than `allowed`.
@@ -137,7 +137,7 @@ class Difference:
 
 
 def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: bool = True) -> Difference:
-    """Compare the logits of each piece (step) with the reference's. With `stop`, end at the first fault."""
+    """Compare the logits of each piece (step) with the reference's. With `stop`, end when `allowed` is exceeded."""
     largest, place, pieces = -1.0, (0, 0, 0), 0
     shares, same, beyond = list[float](), list[bool](), list[bool]()
     starts = [0] * decode.rows
@@ -171,7 +171,7 @@ def plan_pieces(
     Texts begin one after the other. Then come a step of each size in `chunks`, `tokens` steps of one token, and steps
     that lead to each place: a text length at which something changes, such as the end of a window, or one of `places`.
     These steps have at most `chunk` tokens, but only one token while the text of middle length passes the place. With
-    `full`, linear caches are filled up to their last row. `far`: also visit far places (`Piece.skip`). With `drawn`,
+    `full`, linear caches are filled to their last row. With `far`, steps skip tokens to reach far places. With `drawn`,
     the last steps have random cache contents: if weights are untrained, only these steps show faults of attention.
     """
     everyone = tuple(range(limits.batch))

@@ -20,8 +20,8 @@ GARBAGE = 1e4
 class Share:
     """The difference of two outputs in one row, relative to the size of the output.
 
-    `largest` is the largest difference divided by the largest number; `typical` the norm of the difference divided by
-    the norm of the centered numbers (less their mean).
+    `largest` is the largest difference, divided by the largest number. `typical` is the norm of the difference, divided
+    by the norm of the centered output (its mean is subtracted).
     """
 
     largest: float
@@ -41,7 +41,7 @@ class Share:
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """Return the difference of two arrays of equal size, as if all numbers were the logits of one position."""
+    """Return the relative difference of two arrays of equal size; all numbers count as logits of one position."""
     one, other = wanted.reshape(-1).astype(np.float64), had.reshape(-1).astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)):
@@ -57,7 +57,7 @@ def share_of(wanted: Array, had: Array) -> Share:
 
 
 def share_of_logits(wanted: Array, had: Array) -> Array:
-    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
+    """Compare logits ``[..., V]``; return the largest and typical relative difference by position, ``[2, ...]``."""
     shares = np.full((2, *wanted.shape[:-1]), math.inf)
     if wanted.shape == had.shape:
         for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
@@ -68,8 +68,8 @@ def share_of_logits(wanted: Array, had: Array) -> Array:
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
     """Return the largest difference of two tensors, as a share of the largest number in `expected`.
 
-    `garbage` (cache rows without a token) does not count as largest number. A few 8-bit integers may differ by one,
-    because of rounding. If integers differ more, shapes differ, or only one of two numbers is finite, return infinity.
+    Numbers near `garbage` (cache rows without a token) do not count as largest number. Rounding may change a few 8-bit
+    integers by one. If integers differ more, shapes differ, or only one of two numbers is finite, return infinity.
     """
     if expected.shape != actual.shape:
         return math.inf

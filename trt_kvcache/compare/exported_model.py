@@ -37,11 +37,11 @@ class Exported:
     """Decodes texts with the model as exported, in float32 in ONNX Runtime, one text at a time.
 
     If the batch size is fixed, all batch rows hold this text. Each step gets the caches of the step before, unchanged.
-    Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot use those caches.
+    Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot take these caches.
 
     `given` are values of inputs that do not follow from the text, by name; `table` has embeddings ``[V, H]`` if the
-    model takes them. A step returns logits of its last positions, at most `last` of them. `edit` changes the float32
-    model before it is opened. `copies` makes the float32 copy of the model; its file must exist as long as this object.
+    model takes them. A step returns logits of its `last` positions (None: all). `edit` changes the float32 model
+    before it is opened. `copies` makes this float32 model; its file must exist as long as this object.
 
     Attributes:
         vocabulary: number of logits of a position; None if the model leaves it open.
@@ -153,7 +153,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows circular caches have in the exported model. Leave out caches whose rows do not change."""
+    """Return the row counts of circular caches in the exported model, if the rewritten model has other counts."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)

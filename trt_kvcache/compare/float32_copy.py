@@ -77,7 +77,7 @@ class Float32Copies:
         moved = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2]
         matrices = {
             t.name: t for t in moved if all(t.dims) and t.data_type == TensorProto.FLOAT
-        }  # others may be packed
+        }  # other types may be packed
         for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in matrices]:
             if node.attribute and [*node.attribute[0].ints] != [1, 0]:
                 continue

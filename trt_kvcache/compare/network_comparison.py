@@ -35,7 +35,7 @@ from trt_kvcache.machine import free_memory
 from trt_kvcache.plugins.operators import OPERATORS
 
 LIMIT = 2e-5
-"""The largest allowed difference, as a share of an output's largest number: the two add in different orders.
+"""The largest allowed difference, as a share of an output's largest number. NumPy and ONNX Runtime sum differently.
 
 The largest difference measured on 33 stored exports is 2e-6.
 """
@@ -194,7 +194,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Return why a model does not fit into memory, without opening it; empty if it fits."""
+    """Return why memory does not suffice to compare a model, from its sizes alone; empty if memory suffices."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

@@ -67,7 +67,7 @@ class Network:
     """A parsed network that runs in NumPy. Floating-point tensors are float32, so that no rounding hides small faults.
 
     The network, its builder and its parser must live as long as this object. `trt` is the module that parsed the
-    network; `updates` are the plugin's cache-update operators, by first output. Unknown layers: `UnknownLayerError`.
+    network. `updates` are the plugin's operators, by first output. Raises `UnknownLayerError` for unknown layers.
     """
 
     def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
@@ -85,7 +85,7 @@ class Network:
         self.nodes = _ordered(nodes, self._types)
         tables = {node.input[0] for node in self.nodes if node.op_type == "GATHER"}
         others = {name for n in self.nodes for name in (n.input[1:] if n.op_type == "GATHER" else n.input)}
-        self._tables = tables - others - {*self._outputs}  # few rows of these are read: only these become float32
+        self._tables = tables - others - {*self._outputs}  # a Gather reads few rows: only these rows become float32
         self._last = {name: at for at, node in enumerate(self.nodes) for name in (*node.output, *node.input)}
 
     def run(
@@ -220,7 +220,7 @@ def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def _attention(layer: Any, x: Sequence[Any]) -> Any:
-    """Compute ``IAttention`` without scale and lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
+    """Compute ``IAttention``, which does not scale Q ``[B, N, S, H]``. K, V: ``[B, M, T, H]``, where M divides N."""
     attention, (q, k, v, mask) = layer.attention, x[:4]
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
@@ -318,7 +318,7 @@ def _scatter(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _divide(a: Array, b: Array) -> Any:
-    integers = a.dtype.kind != "f"  # they are rounded towards 0
+    integers = a.dtype.kind != "f"  # integer quotients are rounded towards 0
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)) if integers else a / b
 
 
@@ -425,7 +425,7 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 def _scales(layer: Any, data: Array, scale: Any) -> Any:
-    """Return the scales (or zero points; None: 0) of a (de)quantize layer, float32, in a shape that broadcasts."""
+    """Return a (de)quantize layer's scales or zero points (None: 0), float32, in a shape that broadcasts to `data`."""
     scale = np.zeros((), np.float32) if scale is None else scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(())
@@ -478,7 +478,7 @@ def _assertion(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
-    # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
+    # `_node` changed the class of the layer. Since then, `layer.type` is the activation, such as RELU.
     "ACTIVATION": lambda layer, x: _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta),
     "ASSERTION": _assertion,
     "ATTENTION_INPUT": lambda layer, x: [x[0]] * layer.num_outputs,  # nothing reads this

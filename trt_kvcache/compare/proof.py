@@ -1,11 +1,11 @@
 """Reads and writes a proof: a recorded decode that an engine must repeat, with allowed differences.
 
 The recording is a decode of the rewritten model in float32. A piece is one step, and a part is a group of steps. The
-file is safetensors. Its header has everything but the arrays, as JSON:
+file is safetensors. Its header has the `Facts`, as JSON. Its arrays, for R texts and S tokens of a piece:
 
 <piece>/tokens    int32 [R, S]
-<piece>/logits    float32 [R, K, C]: logits of the last K positions
-<piece>/columns   int32 [R, K, C]: the tokens of these logits; absent: all tokens
+<piece>/logits    float32 [R, K, C]: logits of C tokens at the last K positions
+<piece>/columns   int32 [R, K, C]: the ids of these C tokens; absent: all tokens
 <part>/<past>     float32 [R, T, W]: after a part, W numbers of the cache rows of the T newest tokens; T is 1 for states
 """
 
@@ -28,7 +28,7 @@ from trt_kvcache.importer.steps.cache_contents import CacheTensor
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""Stands for the logits where an output's name is needed; caches have their own names."""
+"""The name of the logits among the compared outputs. A cache has the name of its past input."""
 
 _MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
@@ -47,7 +47,7 @@ class Facts:
         pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
         chooses: True for a mixture of experts: rounding may choose another expert, so a row may differ.
         digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
-        allowed: allowed differences, by part and output. No entry: not compared, as the output cannot show a fault.
+        allowed: allowed differences, by part and output. No entry: not compared, because rounding hides faults in it.
         uneven: in each part, one row may differ by this many times the allowed difference.
         note: why an output cannot show a fault; empty if all outputs can.
     """
@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def lasts(self) -> frozenset[int]:
-        """Return the indices of the pieces (steps) that end a part of the decode."""
+        """The index of the last piece (step) of each part of the decode."""
         return frozenset([*group][-1][0] for _, group in groupby(enumerate(self.pieces), lambda at: at[1].part))
 
 
@@ -147,7 +147,7 @@ def draws_digest(seed: int) -> str:
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
     """Return W numbers of each of the newest T cache rows of one text, ``[T, W]``, spread over all heads.
 
-    `values` are ``[*physical_shape[1:]]`` of a text with `end` tokens. T is `count` (1 for a state), W at most `width`.
+    `values`, ``[*physical_shape[1:]]``, is the cache of a text of `end` tokens. T is `count` (states: 1); W <= `width`.
     """
     rows = cache.physical_rows(values[None])[0]
     rows = rows.reshape(1 if cache.update is None else len(rows), -1)

@@ -1,7 +1,7 @@
 """Records a proof: a decode of the rewritten model in float32, once exactly and once with rounding.
 
 The model as exported also decodes the first part and must give the same logits. Most steps use the model's own cache
-rows and tokens. Random ones would amplify rounding; the tolerances would grow with it, and hide faults.
+rows and tokens. Random rows and tokens would amplify rounding; tolerances would then be larger, and hide faults.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from trt_kvcache.importer.steps.sessions import exact_experts
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
 """Called with the inputs and outputs of each step of the rewritten model."""
 
-_ROWS, _FEWEST = 3, 2  # number of texts; an engine of one sequence replays them one after the other
+_ROWS, _FEWEST = 3, 2  # number of texts, and the least; an engine of one sequence replays one after the other
 _SEED = 0
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
-"""Garbage by type: far above the values in caches, but scores computed from it still fit into the type."""
+"""Value of cache rows without a token, by type: far above values in caches; scores computed from it do not overflow."""
 
 _PROMPT = (5, 3, 1)
 _SETTLED = 40  # tokens after which rounding no longer grows (measured on SmolLM2 and Gemma 3)
-_SPAN = 256  # rows of an engine's first span
-_CHUNK = 256  # most tokens of a step on the way to a place
+_SPAN = 256  # cache rows that an engine's steps read at first; longer texts need more
+_CHUNK = 256  # most tokens of a step before a tested text length
 _POSITIONS = 4  # most positions of a step whose logits are kept
 _LOGITS = 1 << 24  # logits of a text in a step, at most
 _ALL = 384 << 10  # bytes of logits, up to which all logits are kept
-_HIGH, _COLUMNS = 64, 256
+_HIGH, _COLUMNS = 64, 256  # otherwise, kept logits of a position: the highest, and those of fixed token ids
 _SAMPLES = 384 << 10  # bytes of cache rows, at most
 _WIDEST, _NEWEST = 64, 8  # numbers of one cache row that are kept, and number of rows
 _MOST_BYTES = 960 << 10
-_LEAST = 5  # steps
-_TIED = 1e-3  # share of the logits by which the rewritten model may differ from the model as exported
+_LEAST = 5  # least number of steps
+_TIED = 1e-3  # allowed difference of rewritten and exported model, as a share of the largest logit
 
 
 def record_proof(
@@ -65,8 +65,8 @@ def record_proof(
     """Decode with a rewritten model in ONNX Runtime, and return the proof: the results that its engine must repeat.
 
     Without `steps`, there are about 20. `seconds` limits the time. `replaced` are bytes to use instead of those in the
-    files. `watch` takes the rewritten model in float32, the folder of its data and the garbage, and returns a function
-    to call at each step.
+    files. `watch` takes the rewritten model in float32, the folder of its data and the value of unused cache rows. It
+    returns a function to call at each step.
 
     Raises `UnsupportedModelError` if the model has no tokens or no logits, cannot run, or gives other logits than as
     exported; `OptionError` if the decode does not fit into memory, or takes too long; `OutputError` if temporary files
@@ -131,7 +131,7 @@ class _Recording:
     def _decoded(
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
-        """Return logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
+        """Return logits ``[R, K, V]`` of each piece (step), and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
         session, times, decode = Float32Session(model, self._folder), list[float](), self.decode
 
         def run(feeds: Feeds) -> Feeds:
@@ -182,7 +182,7 @@ class _Recording:
         try:
             exported = Exported(source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies)
             found = compare(first, first.steps(exported), _TIED)
-        except UnsupportedModelError:  # it cannot decode with its own caches; the check has already compared its parts
+        except UnsupportedModelError:  # the exported model cannot decode so; the check has already compared its parts
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
             raise UnsupportedModelError(
@@ -247,7 +247,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
 
 
 def _columns(logits: Array) -> Array:
-    """Return the ids ``[R, K, C]`` of the tokens whose logits a proof keeps: the best, and some others."""
+    """Return the token ids ``[R, K, C]`` whose logits a proof keeps: those of the highest logits, and fixed ids."""
     vocab = logits.shape[-1]
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)

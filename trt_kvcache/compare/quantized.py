@@ -29,7 +29,7 @@ _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
 def hadamard(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's orthonormal matrix, in diagonal blocks of the largest power of 2 that divides `size`."""
+    """Return a rotation: orthonormal Sylvester matrices as diagonal blocks, of the largest 2^n that divides `size`."""
     block = np.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]]) / np.sqrt(2)

@@ -26,8 +26,8 @@ Feeds = dict[str, Array]
 class TextCaches(ABC):
     """The caches of several texts as inputs of the rewritten model.
 
-    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents. `tensors` are the
-    planned caches and states, by name of the past; `ends` the number of tokens of each text; `texts` those in memory.
+    Cache rows without a token hold `garbage`. `seed` is for random contents. `tensors` are the caches and states of the
+    plan, by past input; `ends` are the texts' numbers of tokens; `texts` are the texts whose caches are in memory.
     """
 
     def __init__(self, plan: CachePlan, garbage: float, seed: int) -> None:
@@ -48,7 +48,7 @@ class TextCaches(ABC):
         self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
 
     def fill(self, episode: int = 0) -> None:
-        """Fill the caches with random numbers for the tokens of each text, and with garbage after them."""
+        """Fill cache rows of tokens with random numbers (others for each `episode`), and later rows with garbage."""
         for name, values in all_contents(self.tensors, self._seed, self.ends.tolist(), self._garbage, episode):
             self.write(name, range(len(self.ends)), self.tensors[name].to_physical(values))
 
@@ -115,14 +115,14 @@ class Rewritten(TextCaches):
         return logits if piece.kept is None else logits[:, -piece.kept :].copy()
 
     def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
-        """Return all inputs of a step, including caches, which are not copied for a step of all texts."""
+        """Return all inputs of a step, including caches. For a step of all texts, the caches are not copied."""
         rows = list(piece.rows)
         feeds = self._inputs.feeds(piece, self.ends[rows].tolist(), tokens)
         caches = self.caches if len(rows) == len(self.ends) else {n: v[rows] for n, v in self.caches.items()}
         return {name: _wide(values) for name, values in feeds.items()} | caches
 
     def accept(self, piece: Piece, outputs: Mapping[str, Array]) -> None:
-        """Take over the caches of a step's texts from its `outputs`, for the next step."""
+        """Store the presents in the `outputs` of a step as the caches of its texts, for the next step."""
         rows = list(piece.rows)
         for name, cache in self.tensors.items():
             if cache.output is not None:

@@ -28,27 +28,27 @@ UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative rounding error, by the type that an engine rounds to: half the distance of numbers next to 1."""
 
 MEASURED = 2
-"""Rounding is measured with this multiple of an engine's own: its effect may grow faster than in proportion."""
+"""Measure with this multiple of an engine's rounding error, because the effect may grow faster than the error."""
 
-_TIMES = Share(5.0, 2.5)  # factor between the effect of rounding in these rows and the allowed difference
+_TIMES = Share(5.0, 2.5)  # allowed difference, as a multiple of the measured effect of rounding
 _LEAST = Share(8.0, 5.0)  # least allowed difference, in units of rounding
-_CODES = Share(2.5, 1.5)  # least allowed difference, in steps of a code: a number may be rounded to a neighbour
+_CODES = Share(2.5, 1.5)  # least allowed difference, in steps between codes: rounding may choose the next code
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
 """Number of steps between 0 and the largest code, by type of the caches."""
 
 _MOST_ROWS = 3
-_FAINT = 25.0  # units of rounding that are allowed after random cache contents, if these do not amplify rounding
+_FAINT = 25.0  # units of rounding; after random cache contents, outputs that need more are not compared
 _SHOWS = 0.3  # share of an output's scale; a larger allowed difference could not show a fault
 _SPREAD = 4.0  # largest result of `uneven`; a key cache of Gemma 3 in bfloat16 has a factor of 6.3
 Shares = dict[str, dict[str, Share]]
 
-# bits of the type that is rounded
+# significant bits of the type that imitates the rounding; float16 is computed in float32
 _BITS: dict[int, int] = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 24, TensorProto.DOUBLE: 53}
 _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
-_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its reader
+_MOVES = ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze")  # between a weight and its user
 
 
 def rounding_dtype(model: ModelProto) -> str:
@@ -110,7 +110,7 @@ def allowed(
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
-    # for models that amplify rounding, few samples say less: 1.12 times as large (SmolLM2 in float16)
+    # models that amplify rounding need a larger allowance: 1.12 times as large (SmolLM2 in float16)
     few *= 1 + (spread - 1) / 6
     shares: Shares = {part: {} for part in rounding}
     for part, outputs in rounding.items():

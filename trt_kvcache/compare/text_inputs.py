@@ -19,8 +19,8 @@ from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_cons
 from trt_kvcache.input_values import place
 from trt_kvcache.machine import free_memory
 
-_KINDS = 256  # number of different sets of numbers; tokens beyond this number share them
-_SIZE = 0.5  # magnitude of these numbers
+_KINDS = 256  # rows of a table with random numbers for token ids: id i has row i % 256
+_SIZE = 0.5  # standard deviation of these numbers
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
@@ -63,7 +63,7 @@ class TextInputs:
                 feeds[name] = _numbers_of(name, tokens, feeds[name], tensor.axes)
             elif tensor.role is Role.TOKENS:
                 given, own = feeds[name], tokens if self._table is None else self._table[tokens]
-                if self._table is None and own.size != given.size:  # one value for all texts, or one row with all texts
+                if self._table is None and own.size != given.size:  # one value for all texts, or all texts in one row
                     own = place((tokens, ("batch", "sequence")), given.shape, tensor.axes)
                 feeds[name] = own.reshape(given.shape).astype(given.dtype)
         return feeds
@@ -100,7 +100,7 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """Return a sentence, for a message, on integer inputs that got random, maybe illegal values; empty if none."""
+    """Return the end of a message: which integer inputs got random, maybe illegal values; empty if none did."""
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
@@ -113,7 +113,7 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
 
 
 def load_inputs(path: str | None) -> dict[str, Array]:
-    """Return the arrays of an ``.npz`` file by name. Raises `OptionError` if the file cannot be read as such."""
+    """Return the arrays of an ``.npz`` file by name (None: no arrays); raise `OptionError` if it is unreadable."""
     if path is None:
         return {}
     try:
@@ -135,7 +135,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
-    """Raise `OptionError` for values of inputs that do not exist, or that verification computes itself."""
+    """Raise `OptionError` if `values` name an input that does not exist, or that verification computes itself."""
     roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
     for name in values:
         if name not in roles:

@@ -28,7 +28,7 @@ from typing import Any
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
-"""Number of tokens. No other size may be equal: onnxruntime-genai takes any product of this width for the last one."""
+"""No other size is equal: onnxruntime-genai takes every product of this width for the one that computes logits."""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
 """Sizes of the twin: tokens of a window; position from which it computes differently; tokens of the longest text."""
 
@@ -195,8 +195,8 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
     """Return the config.json of a twin (small model with random weights).
 
-    `stored` is the checkpoint's config.json, `whole` the same with all defaults. `outer` are the sizes of an enclosing
-    model. Raises `ValueError` if a size is missing.
+    `stored` is the checkpoint's config.json, `whole` the same with all defaults. `outer` are the sizes of the model
+    that contains this one (None: there is none). Raises `ValueError` if a size is missing.
     """
     models = [k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v]
     parts, sizes = [k for k in models if isinstance(whole.get(k), dict)], outer
@@ -226,7 +226,7 @@ def draw(model: Any) -> None:
             if tensor.ndim < 2:  # near the model's initial values: 1 or 0 for norms, 0 for biases
                 tensor.copy_((tensor + drawn / 32).bfloat16())
                 continue
-            # The lowest of 16 values in each block: it determines the block's scale.
+            # One number of each block is -8, the lowest value: it determines the block's scale.
             lowest = torch.randint(0, 32, (*tensor.shape[:-1], -(-tensor.shape[-1] // 32)), generator=made)
             drawn.scatter_(-1, (lowest + 32 * torch.arange(lowest.shape[-1])).clamp(max=tensor.shape[-1] - 1), -8)
             exponent = (torch.tensor(float(tensor.shape[-1])).sqrt() * 3.0).log2().round()
@@ -279,7 +279,7 @@ def make(checkpoint: Path, folder: Path) -> None:
     (folder / "config.json").write_text(text, encoding="utf-8")
     model = _model(configs.from_pretrained(folder))
     model.save_pretrained(folder)
-    # the checkpoint's form, which differs from transformers' own
+    # transformers wrote its own form over it, but exporters need the checkpoint's form
     (folder / "config.json").write_text(text, encoding="utf-8")
     for file in checkpoint.iterdir():  # some exporters need a tokenizer
         if _TOKENIZER.search(file.name):
@@ -290,10 +290,10 @@ def make(checkpoint: Path, folder: Path) -> None:
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
-    """Return the settings of a twin (small model with random weights) that an exporter ignored.
+    """Return settings of config.json that an exporter ignored: if one changes, transformers gives its `logits`.
 
-    Each returned name alone explains the exporter's logits. If no single setting does, the result is one text that
-    names several settings. `tolerance` is the allowed difference, as a share of the largest logit.
+    If no single setting explains the logits, each text names up to three settings. If these do not explain them either,
+    the list is empty. `folder` has the twin. `tolerance` is the allowed difference, as a share of the largest logit.
     """
     found = import_module("numpy").load(logits)
     config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()
@@ -311,7 +311,7 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """Return how far `found` is from the logits of a twin with this config; infinite if the model fails."""
+    """Return how far `found` is from the logits of a model with this config, as a share; infinite if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:

@@ -9,12 +9,12 @@ from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.setting import Setting, check_settings, described
 
-# Larger numbers would show nothing more, and a number such as 10 ** 20 would never end.
+# Larger numbers would show nothing more, and a decode of 10 ** 20 tokens would never end.
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
 STATIONS = ("rewritten", "quantized", "session", "network")
-"""The stations that are compared with the model as exported, in order."""
+"""The stations (forms of the model with a runtime) that a verification can compare, in order."""
 
 
 def _read_chunks(text: str) -> tuple[int, ...]:

@@ -28,9 +28,8 @@ CURRENT = "current"
 Shape = tuple[int, ...]
 
 _MOST_STEPS = 256
-_MOST = 2**31 - 1
+_MOST = 2**31 - 1  # TensorRT's largest number of sequences, tokens and positions
 _MOST_ROWS = 65_536  # limit of TensorRT for RTX 1.7: a profile of 4,000,000 rows does not fit into its shapes
-"""TensorRT's largest number of sequences, tokens and positions."""
 _LEAST_WORKSPACE = 1 << 20  # bytes; a smaller number without a unit was probably meant in another unit
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {

@@ -68,7 +68,7 @@ class Node(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """Message: progress of TensorRT."""
+    """Message: TensorRT's progress monitor reported a step."""
 
     event: ProgressEvent
 

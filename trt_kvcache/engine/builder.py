@@ -138,7 +138,7 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """What `record` returns: a proof or None, a note on what the proof cannot show, and the network's comparison."""
+    """The result of `record`: a proof (None: not recorded), what it cannot show, and the comparison of the network."""
 
     proof: Proof | None = None
     note: str = ""
@@ -342,7 +342,6 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
 
 
 def _parser_message(title: str, parser: Any) -> str:
-    """Return the parser's errors, each with its node and operator."""
     errors = []
     for i in range(parser.num_errors):
         error = parser.get_error(i)

@@ -20,7 +20,7 @@ from blake3 import blake3
 from trt_kvcache.engine.build_process import Line, Log, Node, Progress, Send
 from trt_kvcache.progress import ProgressEvent
 
-# Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
+# TensorRT for RTX 1.7.1 logs each node that it parses, at verbose severity: "Parsing node: name [Op]".
 _NODE = "arsing node: "
 
 # Log lines that say nothing new in a build that succeeds: a warning for every int64 input (the manifest has the
@@ -31,7 +31,7 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger and a progress monitor; `send` gets their warnings, errors, parsed nodes and progress.
 
-    The logger's method `words` returns all errors on one line. Noise is among them only if there are no other errors.
+    The logger's method `words` returns all errors on one line; errors in `_NOISE` only if there are no others.
     `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process

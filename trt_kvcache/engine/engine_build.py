@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _FACTOR = 1.65  # memory of a build with TensorRT for RTX, as a multiple of the weights: docs/verify-and-build.md
-_FIXED = 500_000_000  # bytes that are added to this
+_FIXED = 500_000_000  # bytes that a build takes in addition
 _ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes this number
 
 
@@ -103,7 +103,7 @@ class _Prepared:
         tables: numbers of rows of the lookup tables for token ids, and for positions.
         scans: names of the Scan nodes that run token by token.
         encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
-        said: the reason why the encoder cannot become an engine.
+        said: the reason why the encoder cannot become an engine; empty if there is no such reason.
     """
 
     model: _Part
@@ -268,7 +268,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine in a temporary file, its manifest, final path, and proof (a recorded decode; may be empty)."""
+    """An engine in a temporary `file`, its manifest, final `path`, and proof (a recorded decode; empty: none)."""
 
     manifest: Manifest
     file: Path
@@ -347,7 +347,7 @@ def _built(
 ) -> _Engine:  # fmt: skip
     """Build an engine into a temporary file in the folder of `output`, and return it with its manifest.
 
-    For a decoder, the caller later replaces the planned memory sizes in the manifest.
+    For a decoder, the caller later sets sizes such as `max_batch` in the manifest.
     """
     from trt_kvcache.importer.serialize import serialize_model
 

@@ -68,8 +68,8 @@ def new_folders(folder: Path) -> Iterator[None]:
 def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
     """Copy tokenizer, chat template and configs from the folder of a model to that of an engine.
 
-    With `missing_too`, remove files of these names from the engine's folder if the model has none. Raises `OptionError`
-    if a file cannot be read, and `OutputError` if it cannot be written.
+    With `missing_too`, also remove each of these files from the engine's folder if the model's folder does not have it.
+    Raises `OptionError` if a file cannot be read, and `OutputError` if it cannot be written.
     """
     for name in TEXTS:
         source = folder_of(model) / name
@@ -99,7 +99,7 @@ _PARTS = ("text_config", "decoder")
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """Return settings beside a model, named as in ``GenerationConfig``; raise `OptionError` if one is unreadable."""
+    """Return the settings in a model's folder, such as end tokens; raise `OptionError` if a file is unreadable."""
     return {name: value for settings in each_beside(model).values() for name, value in settings.items()}
 
 
@@ -111,7 +111,7 @@ def sampling_beside(model: Path) -> dict[str, Any]:
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
-    """Return the settings of each settings file in a model's folder. Later files override earlier files.
+    """Return the settings in a model's folder, by file. Settings of later files override those of earlier files.
 
     As in transformers, ``config.json`` is used only if there is no ``generation_config.json``.
     """

@@ -46,7 +46,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The result of inspecting an engine: its manifest (with the right hash), and what the engine reports.
+    """The result of inspecting an engine: its manifest, whose hash agrees, and what the engine itself reports.
 
     Attributes:
         view: what the opened engine reports, in agreement with `manifest`. None if the engine was not opened.
@@ -106,7 +106,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """True if a shape agrees with the plan. A size that is dynamic in the plan or an engine output fits every size."""
+    """True if a shape agrees with the plan. A dynamic size of the plan, or of an output, agrees with every size."""
     return len(tensor.shape) == len(plan.shape) and all(
         actual == expected or not isinstance(expected, int) or (actual == -1 and tensor.io == "output")
         for actual, expected in zip(tensor.shape, plan.shape, strict=True)

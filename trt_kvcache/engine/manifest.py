@@ -21,7 +21,7 @@ from trt_kvcache.page import Html, table, tag
 _LARGEST = 1 << 28  # bytes
 SCHEMA_VERSION = 2
 NO_PROOF = "the engine has no proof: "
-"""The first words of the warning that a build without a proof gives."""
+"""The first words of the warning of a build that records no proof (decode for the engine to repeat)."""
 ENCODER = "encoder"
 """The name of the only profile in an encoder's engine."""
 

@@ -42,7 +42,7 @@ class Request:
         pieces: steps to decode; empty: a few default steps.
         garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
-        copy: folder of the model's float32 copy, whose bytes follow; empty: no copy exists yet.
+        copy: folder with the data of the model's float32 copy, which follows as bytes; empty: there is no copy yet.
     """
 
     target: Target

@@ -1,4 +1,4 @@
-"""Runs Python programs in forks of one process that has imported their large packages, because torch takes seconds.
+"""Runs Python programs in forks of one process that imported their large packages: importing torch takes seconds.
 
     python forks.py MODULE ...
 

@@ -31,7 +31,7 @@ _AS_ARE = {
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "intermediate_size",
 }
-"""Settings that transformers does not read: each is ignored if it equals this entry of `_values`."""
+"""GGUF settings that transformers does not read. They do no harm if they equal these config settings (`_values`)."""
 
 
 def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16", layers: int | None = None) -> None:

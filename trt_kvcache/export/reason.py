@@ -23,7 +23,7 @@ def failure_reason(stderr: str) -> str:
 
     In a chain of errors, the first error is the reason; for example, torch.onnx raises three errors, and the first one
     names the missing function. For an error without a message, the reason is the line of code that raised it. Without a
-    trace, it is the last line.
+    trace, the reason is the last line of stderr.
     """
     text = _COLOR.sub("", stderr).strip()
     parts = re.split(f"({re.escape(_CAUSE)}|{re.escape(_OTHER)})", text)

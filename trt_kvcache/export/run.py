@@ -294,7 +294,7 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Raise UnsupportedModelError if logits of export and checkpoint differ. Without enough memory, say so."""
+        """Raise UnsupportedModelError if logits of export and checkpoint differ. If not compared, tell the user why."""
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
             self._told("the weights are not compared with the checkpoint's: they were rounded to 4 bits")

@@ -81,7 +81,7 @@ class Twin:
 
     @cached_property
     def _failure(self) -> str | None:
-        """Make the twin, once; return why this failed."""
+        """Make the twin, once; return why this failed, or None."""
         code, stderr = self._run([twin_script.__file__, str(self._checkpoint), str(self._folder)], _SECONDS)
         return f"it has no twin: {failure_reason(stderr) or code}" if code else None
 
@@ -112,7 +112,7 @@ class Twin:
         return Verdict(wrong is None, f"on a small twin, {wrong}" if wrong else "", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return settings that the exporter ignores: without one of them, transformers gives the exporter's logits."""
+        """Return settings that the exporter ignores: if one changes, transformers gives its logits. Empty: unknown."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
