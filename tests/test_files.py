@@ -89,7 +89,7 @@ def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, path: str, m
 def test_an_output_that_no_path_leads_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for path in (tmp_path / "circle", Path("~nobody-has-this-name/out")):
-        with pytest.raises(OutputError, match=f"{path.name}: its links form a circle, or its user is unknown"):
+        with pytest.raises(OutputError, match=f"{path.name}: its links form a circle, or the user after ~ is unknown"):
             check_output(path)
 
 

@@ -138,7 +138,9 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         if real.is_symlink():
             raise RuntimeError  # as `resolve` does before Python 3.13
     except RuntimeError:  # links in a circle, or the home of an unknown user
-        raise OutputError(f"{path}: its links form a circle, or its user is unknown; give another path") from None
+        raise OutputError(
+            f"{path}: its links form a circle, or the user after ~ is unknown; give another path"
+        ) from None
     if not is_text(real):
         raise OutputError(f"{path}: this name is not UTF-8, which models and manifests need; give another one")
     if not real.parent.is_dir():

@@ -103,7 +103,7 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
 
 
 def _values(config: Any) -> dict[str, set[Any]]:
-    """Return the values of each config setting that transformers uses: one for each kind of layer (full, sliding)."""
+    """Return, for each setting of a config, its values in transformers; kinds of layers (full, sliding) may differ."""
     said = vars(config)  # if layers differ, attributes that most configs have are missing
     hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
     sizes = {said.get("head_dim"), said.get("global_head_dim")} - {None}

@@ -156,7 +156,8 @@ class PlanOptions:
         Setting(
             "How to write updates that TensorRT's own layer does not support. contract: by that layer; correct only if "
             "no update crosses the end of the ring. functional: by plain operators, not in place.",
-            "auto: `Route.PLUGIN` on TensorRT; on TensorRT for RTX, contract if that is possible, else functional.",
+            "auto: by our plugin on TensorRT. TensorRT for RTX has no plugins: there, contract if possible, else "
+            "functional.",
         ),
     ] = Fallback.AUTO
     packed_native: Annotated[
@@ -327,7 +328,7 @@ def was_rewritten(path: Path) -> bool:
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """Return the options recorded in a rewritten model, but `config`, `checkpoint` and check settings of `options`."""
+    """Return the options recorded in a rewritten model, with `config`, `checkpoint` and check settings of `options`."""
     import msgspec
 
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)

@@ -67,7 +67,10 @@ class Embeddings:
             raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {self.rows - 1}")
         places = self._places(tokens)
         if places.size:
-            raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._name}")
+            raise SessionError(
+                f"token id {int(places[0])} has no embedding of its own in {self._name}: it stands for an image or "
+                "sound; give embeddings for it"
+            )
         return self._table[tokens].astype(self._dtype, copy=False)
 
     def _places(self, tokens: Indices) -> Indices:

@@ -151,7 +151,7 @@ class _Outside:
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
         constants = [graph.constants[name] for name in used]
         if large := next((t for t in constants if math.prod(t.dims) > _MOST), None):
-            raise RunError(f"an operator that may mix tokens reads the large constant '{large.name}'")
+            raise RunError(f"the constant '{large.name}' is too large to run the operator that reads it")
         model = load(part_of(graph.model, nodes, inputs, ends, constants))
         model.graph.initializer.extend(table for _, table in lookups)
         self._unread = unread([model], pasts)

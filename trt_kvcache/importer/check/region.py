@@ -3,7 +3,7 @@
 A *join* is a tensor with the same name in both graphs, but computed differently. A region tests that both versions of
 its join are equal. Regions that read the join assume this. A region goes back from its join to other joins, graph
 inputs, and *boundaries*: tensors that depend on the tokens and are equal by construction, and that the check fills with
-random numbers. Every other graph output must be equal by construction, or end a region. So regions cover every path.
+random numbers. A graph output that is not equal by construction ends a region. So regions cover every changed path.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Region:
         rows: number of rows of the original's caches of fixed length, by name of the past.
         layer: index of the attention that reads the region's caches; None without caches or with only one attention.
         is_end: True if the only join is a graph output that no other region reads.
-        drawn: True if the weights are random numbers; then the results must vary.
+        drawn: True if the weights are random numbers; then results that are all one number are no proof.
     """
 
     joins: Mapping[str, tuple[Term, ...]]

@@ -324,7 +324,10 @@ class Reader:
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """Return the mask of an attention that reads a mask input. `causal` is False for keys after the query."""
+        """Return the mask of an attention that reads a mask input. `seen` is True for the keys that the query sees.
+
+        `causal` is False for keys after the query.
+        """
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)

@@ -199,7 +199,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Find the rows that a step wrote into a present (`whole`). Return the corrected cache, and the new rows."""
+    """Find the rows that a step wrote into a present (`whole`). Return the cache, corrected by them, and the rows."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole

@@ -395,7 +395,7 @@ def _sizes(
 
 
 def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
-    """Return a shape as terms, from its sizes at both `POINTS`; None if a size has no term."""
+    """Return a shape as terms of batch and tokens, from its sizes at both `POINTS`; None if a size is no such term."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

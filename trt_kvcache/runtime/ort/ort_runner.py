@@ -121,7 +121,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the ONNX Runtime session, and allocate the caches, while `import_unchecked` still checks the rewrite."""
+        """Open the ONNX Runtime session and allocate the caches. Meanwhile, another process checks the rewrite."""
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in imported.source.stamps.items()]

@@ -113,8 +113,8 @@ class DeviceChoice:
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
         """Return each position's highest scores, ``[R * keep, 1 + CANDIDATES]`` (see `read_lists`), and their bound.
 
-        The vocabulary is divided into disjoint sets. The bound of a position is the `highest`-th largest of the sets'
-        maxima: at least `highest` scores reach it, and few more.
+        The vocabulary is divided into sets, and each set has a largest score. The bound is the `highest`-th largest of
+        these. So at least `highest` scores of the position are at or above the bound, and usually few more.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)

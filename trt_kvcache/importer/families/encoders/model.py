@@ -4,9 +4,10 @@
     decoder_model.onnx       hidden -> keys and values of every layer, and other outputs
     become one model         source -> the decoder's constants
 
-Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. A step has one sequence,
-without padding. A first step (decoder without a past) also takes token ids; here it gets one id, 0. If the kept outputs
-depend on the value of this id, the model is refused.
+Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. The encoder model takes one
+source at a time, without padding. Some exporters compute constants in the decoder's first step, which also takes token
+ids. That step then becomes a part of the encoder model, and gets one id, 0. If constants depend on this id, the model
+is refused.
 
 `check_positions` checks that an encoder's tables have enough rows for the positions of a source, because TensorRT
 returns arbitrary numbers, without an error, for a lookup after the end of a table.
