@@ -34,4 +34,4 @@ from hypothesis import strategies as st
 )
 def test_any_combination_of_choices(how: dict[str, Any]) -> None:
     (entry,) = decoders("any", {"one": how})
-    assert net.treat(entry, verify=True)[2] == "equal"
+    assert net.treat(entry, verify=True).word in (net.EQUAL, net.REFUSED)

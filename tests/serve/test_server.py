@@ -30,9 +30,8 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            line = process.stderr.readline()
-            found = re.search(r"http://\S+/v1", line)
-            assert found, line + process.stderr.read()
+            found = next(filter(None, (re.search(r"http://\S+/v1", line) for line in process.stderr)), None)
+            assert found, "the server ended without an address"
             yield process, found[0]
         finally:
             process.kill()

@@ -68,7 +68,7 @@ class CacheTensor:
             return physical
         if cache.layout is PhysicalLayout.HEADS_MAJOR:
             physical = physical.transpose(0, 2, 1, 3)
-        return physical.reshape(self.logical_shape(len(physical)))
+        return physical.reshape(len(physical), *self.logical_shape(1)[1:])  # rows of a fixed batch may come alone
 
     def rows(self, logical: Array) -> Array:
         """View an array in the original's layout as ``[B, S_max, ...]``: one entry for each cache row, no copy."""
