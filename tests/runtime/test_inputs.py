@@ -11,6 +11,8 @@ from numpy.testing import assert_array_equal
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.cache_plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.importer.interface import IndexLimits
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.token_inputs import PositionInput
@@ -41,6 +43,16 @@ def value(
     assert found.flags.c_contiguous
     assert found.dtype == array_dtype(role.dtype)
     return found
+
+
+def test_drawn_positions_count_on_without_a_limit() -> None:
+    drawn = DrawnInputs(
+        plan(tensor("p", Role.POSITIONS, ("b", "s"), ("batch", "sequence"))),
+        IndexLimits({}, {}),
+        {},
+        np.random.default_rng(0),
+    )
+    assert_array_equal(drawn.shared(Step(2, (3, 1 << 20), (5, 9)))["p"], [[3, 4], [1 << 20, (1 << 20) + 1]])
 
 
 PLACES = np.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])  # [R, planes, S]

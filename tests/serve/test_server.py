@@ -47,19 +47,8 @@ def test_the_real_client_and_the_end(folder: Path, alone: DecodeSession, tmp_pat
     messages: Any = [{"role": "user", "content": "the cache"}]
     expected = alone.chat(messages, max_new_tokens=8).text
     completed = alone.generate("the", max_new_tokens=8, seed=4, do_sample=True, top_k=0).text
-    flags = (
-        "--api-key-file",
-        str(keys),
-        "--max-batch",
-        "2",
-        "--name",
-        "tiny",
-        "--max-queue",
-        "4",
-        "--prefix-cache",
-        "1MiB",
-    )
-    with serving(folder, *flags) as (process, url):
+    flags = f"--max-batch 2 --name tiny --max-queue 4 --prefix-cache 1MiB --api-key-file {keys}"
+    with serving(folder, *flags.split()) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
         asked: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 8}
         assert [model.id for model in client.models.list()] == ["tiny"]

@@ -417,8 +417,7 @@ class DecodeLoop:
         """
         run, slot = self._runs[piece.slot], piece.slot
         told: list[TokenEvent] = []  # not read from `outcomes`: the stream's own thread may empty that at any time
-        failure: BaseException | None = None
-        token, free_tokens, known = -1, None, True
+        token, free_tokens, known, failure = -1, None, True, None
         try:
             for event in run.continuation.verify(piece.tokens[piece.waiting :], logits):
                 told.append(event)

@@ -171,13 +171,12 @@ class DrawnInputs:
         valid = np.minimum(step.valid, math.inf if self._rings else self._capacity(tensor.name))
         if known := from_lengths(tensor.role, np.array(step.starts), step.length, valid):
             return self._from_lengths(tensor, known, shape).astype(dtype)
-        drawn = self._rng.normal(0, 0.5, shape) if dtype.kind == "f" else self._rng.integers(0, 2, shape)
-        return drawn.astype(dtype)
+        return (self._rng.normal(0, 0.5, shape) if dtype.kind == "f" else self._rng.integers(0, 2, shape)).astype(dtype)
 
     def _from_lengths(self, tensor: TensorRole, known: Named, shape: tuple[int, ...]) -> Array:
         if tensor.role is not Role.POSITIONS:
             return place(known, shape, tensor.axes)
-        positions = known[0] % self._limits.positions.get(tensor.name, _ANY_LENGTH)
+        positions = known[0] % self._limits.positions.get(tensor.name, known[0].max() + 1)  # no limit: unchanged
         if len(shape) > 2:
             return place_positions(positions, shape, tensor.axes)
         return place(by_token(positions, tensor), shape, tensor.axes)
@@ -213,10 +212,9 @@ class DrawnInputs:
 
     def _capacity(self, name: str) -> int:
         """Return the rows of the smallest cache for which attention reads this input (a mask or valid lengths)."""
-        capacities = [c.capacity for c in caches_under(self._plan, name)]
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         fixed = max((n for n in rows if isinstance(n, int)), default=1)
-        return min(capacities or [c.capacity for c in self._plan.caches], default=fixed)
+        return min((c.capacity for c in caches_under(self._plan, name) or self._plan.caches), default=fixed)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a causal mask over the cache rows that hold tokens. The mask also hides some keys at random."""
